@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,13 +17,26 @@ options = parser.parse_args()
 if options.cpu_bind != "none":  # what is bound here stays on its core, and so do its processes
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 tasks = [
-    subprocess.Popen(options.program, env=os.environ | dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID"), str(node)))
+    subprocess.Popen(
+        options.program,
+        env=os.environ | dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID"), str(node)),
+        start_new_session=True,
+    )
     for node in range(options.ntasks)
 ]
+
+
+def end_all(*_):
+    """Send SIGTERM to all processes of the tasks that are there, as Slurm does."""
+    for task in tasks:
+        if task.poll() is None:
+            os.killpg(task.pid, signal.SIGTERM)
+
+
+signal.signal(signal.SIGTERM, end_all)
 while None in [task.poll() for task in tasks]:
     if options.kill_on_bad_exit and any(task.returncode for task in tasks):
-        for task in tasks:
-            task.terminate()
+        end_all()
         options.kill_on_bad_exit = 0
     time.sleep(0.05)
 sys.exit(max(abs(task.returncode) for task in tasks))

@@ -340,6 +340,36 @@ def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch
     assert [number for number, bucket in enumerate(optimizer.buckets) if bucket.gathering] == under_way
 
 
+def compiled_by(size, monkeypatch):
+    """Return what a step of one of so many processes compiles: {(kernel, constants, types of numbers and tensors)}."""
+    found = set()
+
+    def launch(kernel, grid, tensors, scalars, constants, **options):
+        numbers = [(n, type(n)) for n in scalars]
+        found.add((kernel.fn.__name__, *map(str, (constants, numbers, [t.dtype for t in tensors], options))))
+
+    for name in ("all_gather", "reduce_scatter"):
+        monkeypatch.setattr(distributed, name, lambda *args, **kwargs: Mock())
+    monkeypatch.setattr(llama, "launch_by_triton", launch)
+    monkeypatch.setattr(llama, "COMPILED", {})
+    monkeypatch.setattr(llama, "INTERPRETED", True)
+    config = dataclasses.replace(CONFIG, batch_size=1, seq_len=16, num_layers=3)
+    world = World(0, size) if size > 1 else llama.OneProcess()
+    step = llama.TrainStep(config, torch.device("cpu"), world)
+    step.load(*next(llama.batches(config)))
+    step.run()
+    return found
+
+
+@needs_triton
+def test_processes_of_one_node_compile_what_those_of_several_do_but_for_adamw(monkeypatch):
+    """job.slurm has them fill the cache. A process alone computes in other groups of layers."""
+    alone, *together = (compiled_by(size, monkeypatch) for size in (1, 2, 6))
+    kernels = [{name for name, *_ in one - other} for one, other in (together, together[::-1])]
+    assert kernels == [{"adamw_kernel"}] * 2 and len(together[0]) == len(together[1]) > 10
+    assert {name for name, *_ in alone - together[0]} > {"adamw_kernel"}
+
+
 def test_a_second_backward_pass_is_refused(monkeypatch):
     monkeypatch.setattr(distributed, "reduce_scatter", lambda *args, **kwargs: None)
     optimizer, *_ = make_optimizers(2, 1)

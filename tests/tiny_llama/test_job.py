@@ -1,11 +1,14 @@
 """job.slurm, with fakes of Slurm's commands: two agents on this machine, each as if alone on its node."""
 
+import ast
 import json
 import os
+import platform
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,15 +42,24 @@ class Cluster:
         self.env["SLURM_JOB_ID"] = str(os.getpid())
 
     def sbatch(self, *arguments, job=JOB, **env):
-        assert JOB.count("/tmp/") == 1  # and not in this machine's
-        (self.folder / "job.slurm").write_text(job.replace("/tmp/", f"{self.folder}/"))
-        command = ["bash", "job.slurm", *arguments]
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=300,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        print(done.stdout, done.stderr)
-        return done
+        submitted = self.submit(*arguments, job=job, **env)
+        stdout, stderr = submitted.communicate(timeout=300)
+        print(stdout, stderr)
+        return subprocess.CompletedProcess(submitted.args, submitted.returncode, stdout, stderr)
+
+    def submit(self, *arguments, job=JOB, **env):
+        """Return the process of a job that has begun."""
+        assert JOB.count("cache=/tmp ") == JOB.replace("in /tmp any", "").count("/tmp") == 1  # not in this machine's
+        (self.folder / "job.slurm").write_text(job.replace("cache=/tmp ", f"cache={self.folder} "))
+        options = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            ["bash", "job.slurm", *arguments], cwd=self.folder, env=self.env | env, start_new_session=True, **options
+        )
+
+    @property
+    def cache(self):
+        """The folder of compiled kernels, which all nodes share here."""
+        return self.folder / f"tiny-llama-{os.getuid()}-{self.env['SLURM_JOB_ID']}"
 
 
 @pytest.fixture
@@ -72,10 +84,10 @@ def one_process(tmp_path):
     (tmp_path / "fake" / "python").chmod(0o755)
     cluster = Cluster(tmp_path, tmp_path / "fake" / "python")
 
-    def run(program, job=JOB, **env):
-        return cluster.sbatch(job=with_program(job, program), SLURM_JOB_NODELIST="localhost", **env)
+    def run(program, *arguments, job=JOB, begin=cluster.sbatch, **env):
+        return begin(*arguments, job=with_program(job, program), SLURM_JOB_NODELIST="localhost", **env)
 
-    run.folder = tmp_path
+    run.cluster = cluster
     return run
 
 
@@ -87,6 +99,8 @@ def with_program(job, code):
 def test_two_agents_train_as_one_process_does_with_the_batch_of_all(tmp_path, python, run):
     done = Cluster(tmp_path, python).sbatch(*RUN, "--batch-size", "2")
     assert done.returncode == 0 and done.stdout.count("Final loss: ") == 1  # rank 0 alone prints
+    told = rf"job.slurm: first run on {re.escape(platform.node())}: \d+ s, of which compilation and warm-up [\d.]+ s\n"
+    assert re.match(rf"({told}){{2}}(?!job.slurm)", done.stdout)  # a line for each node, before the run
     (path,) = tmp_path.glob("triton_profiles/*.json")
     result = json.loads(path.read_text())
     assert result["summary"]["world"]["size"] == 4
@@ -115,37 +129,89 @@ def test_every_node_takes_part_and_each_process_has_its_cores(cluster):
 
 
 def test_a_node_that_fails_ends_the_job(cluster):
-    code = "import os, time; os.environ['RANK'] == '3' and exit(7); time.sleep(60); print('still here')"
+    code = """
+import os, time
+if os.environ["WORLD_SIZE"] == "4":
+    os.environ["RANK"] == "3" and exit(7)
+    time.sleep(60)
+    print("still here")
+"""
     done = cluster.sbatch(job=with_program(JOB, code))
-    assert done.returncode != 0 and "still here" not in done.stdout
+    assert done.returncode != 0 and "still here" not in done.stdout and not cluster.cache.exists()
 
 
 def test_the_variables_of_the_network(one_process):
     code = "import os; print({n: v for n, v in os.environ.items() if n.startswith(('NCCL_', 'FI_', 'GLOO_'))})"
     assert eval(one_process(code).stdout) == {"NCCL_DEBUG": "WARN"}
     job = JOB.replace("\ninterface= ", "\ninterface=hsn0 ").replace("\nnetwork=infiniband", "\nnetwork=slingshot")
-    slingshot = eval(one_process(code, job).stdout)
+    slingshot = eval(one_process(code, job=job).stdout)
     assert slingshot["NCCL_SOCKET_IFNAME"] == slingshot["GLOO_SOCKET_IFNAME"] == "hsn0"
     assert slingshot["NCCL_NET_GDR_LEVEL"] == "PHB" and slingshot["FI_MR_CACHE_MONITOR"] == "kdreg2"
 
 
 def test_the_cache_of_compiled_kernels_is_this_user_s_alone(one_process):
     """On a disk that everybody writes to: what lies there is executed."""
-    names, own = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), one_process.folder / f"tiny-llama-{os.getuid()}"
-    code = f"import os; print(*map(os.environ.get, {names}))"
-    for _ in range(2):  # made, then found
-        assert one_process(code).stdout == f"{own}/triton {own}/inductor\n"
-        assert own.stat().st_mode & 0o7777 == 0o700
-    assert one_process(code, **dict.fromkeys(names, "/elsewhere")).stdout == "/elsewhere /elsewhere\n"
-    own.chmod(0o2700)  # in a folder whose group is handed down
-    assert one_process(code).returncode == 0
-    changes = [lambda: own.chmod(0o770), lambda: own.rmdir() or own.symlink_to(one_process.folder)]
+    names, own = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), one_process.cluster.cache
+    code = f"import os; print(*map(os.environ.get, {names}), oct(os.stat('{own}').st_mode))"
+    for mode in (0o700, 0o2700):  # 2: in a folder whose group is handed down
+        assert one_process(code).stdout == f"{own}/triton {own}/inductor {oct(0o40000 + mode)}\n"
+        assert not own.exists()  # removed at the end of the job
+        own.mkdir()
+        own.chmod(0o2700)  # left by a node that failed before the job was queued again
+    assert one_process(code, **dict.fromkeys(names, "/elsewhere")).stdout.startswith("/elsewhere /elsewhere ")
+    changes = [lambda: own.mkdir(0o770) or own.chmod(0o770), lambda: own.rmdir() or own.symlink_to(own.parent)]
     if os.getuid() == 0:  # only root can give a folder away
         changes.append(lambda: own.unlink() or own.mkdir(0o700) or os.chown(own, 12345, 12345))
     for made_before in changes:
         made_before()
         done = one_process(code)
         assert done.returncode == 2 and done.stdout == "" and f"job.slurm: error: {own} on " in done.stderr
+        assert done.stderr.count("\n") == 1 and os.path.lexists(own)  # what the job has not made stays
+
+
+def test_each_node_compiles_in_a_run_of_its_own_before(one_process):
+    """With the same flags, and with nothing written but into the cache."""
+    code = "import sys; open('calls', 'a').write(f'{sys.argv[1:]}\\n')"
+    flags, own = ["--num-steps", "9", "--impl", "torch"], one_process.cluster.cache / "first"
+    for more in ([], ["--profile", "a b"], ["--profile=c"], ["--output-dir", "--profiles"]):
+        assert one_process(code, *flags, *more).returncode == 0
+        calls = one_process.cluster.folder / "calls"
+        first, second = map(ast.literal_eval, calls.read_text().splitlines())
+        calls.unlink()
+        profiled = ["--profile", str(own)] * any(flag.split("=")[0] == "--profile" for flag in more)
+        assert second == [*flags, *more]
+        assert first == [*second, "--num-steps", "1", "--output-dir", str(own), *profiled]
+
+
+@pytest.mark.parametrize("failure, reason", [
+    ("sys.exit('a\\nprogram: error: no room\\nb')", "program: error: no room"),
+    ("sys.exit('a\\nthe last')", "the last"),
+])  # fmt: skip
+def test_a_first_run_that_fails_is_no_reason_not_to_begin(one_process, failure, reason):
+    done = one_process(f"import sys; '--num-steps' in sys.argv and {failure}; print('trained')")
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert done.stderr.startswith("job.slurm: the first run on ") and done.stderr.endswith(f" compiles: {reason}\n")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_job_that_is_ended_removes_the_cache(one_process, is_first):
+    """And begins nothing more."""
+    code = """
+import pathlib, sys, time
+now = "first" if "--num-steps" in sys.argv else "second"
+pathlib.Path(now).touch()
+now == sys.argv[1] and time.sleep(60)
+"""
+    cluster, now = one_process.cluster, "first" if is_first else "second"
+    job = one_process(code, now, begin=cluster.submit)
+    deadline = time.monotonic() + 60
+    while not (cluster.folder / now).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert cluster.cache.exists()
+    job.terminate()
+    job.communicate(timeout=60)
+    assert job.returncode == 143 and not cluster.cache.exists()
+    assert (cluster.folder / "second").exists() != is_first
 
 
 @pytest.mark.parametrize("number", ["1+BASH_VERSINFO[$(touch executed)0]", "x", ""])
@@ -193,14 +259,12 @@ def test_a_list_of_nodes_that_slurm_does_not_know(cluster):
 @pytest.mark.parametrize("own, slurm_s, used", [("", "2", 2), ("8", "", 8), ("4", "2", 4)])
 def test_the_number_of_gpus_may_be_given_in_the_job(cluster, own, slurm_s, used):
     """Slurm counts none where it gives whole nodes. Modules may use variables that are not set."""
-    (cluster.folder / "bin" / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (cluster.folder / "bin" / "srun").write_text('#!/bin/sh\necho "$GPUS" "$@"\n')
     job = JOB.replace("\ngpus= ", f"\ngpus={own} ").replace(
         "\nmodules=()", '\nmodules=(a b); module() { echo "$@$UNSET"; }'
     )
     done = cluster.sbatch("--graph", job=job, SLURM_GPUS_ON_NODE=slurm_s)
     assert done.returncode == 0 and done.stdout.startswith(
-        "load a b\n--ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 "
+        f"load a b\n{used} --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 "
     )
-    assert f" --nnodes=2 --nproc_per_node={used} " in done.stdout and done.stdout.endswith(
-        " tiny_llama_v3.py --graph\n"
-    )
+    assert done.stdout.endswith(" tiny_llama_v3.py --graph\n")
