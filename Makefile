@@ -55,7 +55,7 @@ publish: .venv/run.stamp ## write the measured tables and pictures of the pages 
 notebooks: .venv/dev.stamp ## write the exercises' notebooks from their pages, stubs and checks
 	$(VENV_PYTHON) -m exercises.generate
 
-kernel-report: .venv/run.stamp ## compile every kernel for five GPU architectures, into a page of docs/
+kernel-report: .venv/run.stamp ## compile every kernel for GPUs that need not be here, into a page of docs/
 	$(VENV_PYTHON) -m offline.pages
 
 # Marp needs node, and for the PDF a browser (Chrome, Chromium, Edge or Firefox).

@@ -881,10 +881,15 @@ class Gpu:
     warp_size: int
 
     @property
+    def is_amd(self):
+        """Return whether it is a GPU of AMD's."""
+        return self.arch.startswith("gfx")
+
+    @property
     def family(self):
         """Return the name of the GPUs that share the rows of ATTENTION_TILES."""
-        if self.arch.startswith("gfx"):
-            return "amd"
+        if self.is_amd:  # Instinct has 512 registers a lane or more, Radeon 256
+            return "cdna" if self.arch.startswith(("gfx9", "gfx125")) else "rdna"
         if self.type == "cpu":
             return "interpreter"
         return "hopper" if self.arch == "sm_90" else "nvidia"
@@ -925,9 +930,14 @@ def triton_obstacle(device, use_amp=False):
     return None
 
 
+def has_bf16(gpu):
+    """Return whether a Gpu computes in bf16; NVIDIA's do from sm_80 on."""
+    return not gpu.arch.startswith("sm_") or int(gpu.arch[3:]) >= 80
+
+
 def tf32_available(gpu):
     """Return whether matrix units can round fp32 operands to TF32."""
-    return gpu.arch == "gfx942" or gpu.arch.startswith("sm_") and int(gpu.arch[3:]) >= 80
+    return gpu.arch == "gfx942" or gpu.arch.startswith("sm_") and has_bf16(gpu)
 
 
 def dot_precision(gpu):
@@ -1376,12 +1386,12 @@ def norm_tile(n_rows, n_cols, backward, device_type, block_size=None):
     rows_per_sm = next_power_of_2(cdiv(n_rows, gpu.num_sms))
     elements = NORM_BACKWARD_ELEMENTS if backward else NORM_FORWARD_ELEMENTS
     rows = max(1, min(elements // cols, rows_per_sm))
-    # An AMD warp has twice as many threads. On NVIDIA before and after Hopper, backward needs twice as many warps, or
+    # A warp of Instinct has twice as many threads. Except there and on Hopper, backward needs twice as many warps, or
     # registers spill.
     if backward:
-        warps = min(max(4, cols // 2048) * (2 if gpu.family == "nvidia" else 1), 16)
+        warps = min(max(4, cols // 2048) * (2 if gpu.family in ("nvidia", "rdna") else 1), 16)
     else:
-        warps = min(max(4, cols // 1024), 16) // (2 if gpu.family == "amd" else 1)
+        warps = min(max(4, cols // 1024), 16) * 32 // gpu.warp_size
     # Each thread has an element of its own: of one that several have, a thread could read what another has overwritten.
     rows = max(rows, cdiv(warps * gpu.warp_size, cols))
     programs = cdiv(n_rows, rows)
@@ -1950,15 +1960,28 @@ def rope_kernel(
 AttentionTile = collections.namedtuple("AttentionTile", "BLOCK_M BLOCK_N num_warps num_stages options", defaults=({},))
 PASSES = ("forward", "dq", "dkdv", "fused")
 
-# The first row that fits counts: an architecture or family, the operands of tl.dot (half: bf16 and fp16; tf32 and ieee:
-# fp32 with and without TF32), the largest head dimension; then for each of PASSES (BLOCK_M, BLOCK_N, warps, stages).
+# The first row that fits counts: a family, an architecture or how it begins; the operands of tl.dot (half: bf16 and
+# fp16; tf32 and ieee: fp32 with and without TF32); the largest head dimension. It has for each of PASSES BLOCK_M,
+# BLOCK_N, warps and stages.
 # Larger tiles read less, until registers or shared memory (64 KiB on gfx90a and gfx942, 227 on sm_90) are used up.
 ATTENTION_TILES = {
+    # Compiled for gfx1250, where a wave has 32 lanes, and 16 rows of a product.
+    ("gfx125", "half", 64): ((128, 64, 8, 1), (128, 64, 8, 1), (32, 128, 8, 1), (32, 64, 4, 1)),
+    ("gfx125", "half", 128): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 128, 8, 1), (32, 64, 4, 1)),
     # Compiled: 16 rows of a product for each wave where registers allow it. Above 256 registers one wave fills a SIMD.
-    ("amd", "half", 64): ((128, 64, 4, 1), (128, 32, 4, 1), (32, 128, 4, 1), (32, 64, 4, 1)),
-    ("amd", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
-    ("amd", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
-    ("amd", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    ("cdna", "half", 64): ((128, 64, 4, 1), (128, 32, 4, 1), (32, 128, 4, 1), (32, 64, 4, 1)),
+    ("cdna", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    ("cdna", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
+    ("cdna", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    # Compiled for gfx1201, gfx1100 and gfx1151. Of a Radeon's 256 registers none may spill: 8 warps of 32 lanes do what
+    # 4 of 64 do on Instinct. gfx11 holds operands twice: at 128 backward spills whatever the tile. fp32 has no matrix
+    # instruction.
+    ("gfx120", "half", 64): ((128, 32, 8, 1), (128, 32, 8, 1), (32, 128, 8, 1), (32, 32, 8, 1)),
+    ("gfx120", "half", 128): ((128, 32, 8, 1), (128, 16, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1)),
+    ("rdna", "half", 64): ((128, 32, 8, 1), (64, 16, 8, 1), (16, 64, 8, 1), (16, 16, 4, 1)),
+    ("rdna", "half", 128): ((128, 16, 8, 1), (64, 16, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    ("rdna", "any", 64): ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    ("rdna", "any", 128): ((16, 16, 8, 1), (16, 16, 16, 1), (16, 16, 8, 1), (16, 32, 16, 1)),
     # Measured. One wgmma instruction takes 64 rows. The fused pass is too short for its loads to fill a pipeline.
     ("hopper", "half", 64): ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
     ("hopper", "half", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 1)),
@@ -1966,9 +1989,16 @@ ATTENTION_TILES = {
     ("hopper", "tf32", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1)),
     ("hopper", "ieee", 64): ((32, 32, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
     ("hopper", "any", 128): ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
-    # Compiled for sm_80: 8 warps share rows that would spill with 4.
+    # Compiled for sm_75, whose programs have 64 KiB of shared memory, and no bf16.
+    ("sm_75", "any", 64): ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
+    ("sm_75", "any", 128): ((32, 32, 8, 1), (16, 16, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
+    # Compiled for sm_100: 64 rows of queries would spill in dk and dv.
+    ("sm_10", "half", 128): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 2), (64, 64, 8, 1)),
+    # Compiled for sm_80 and sm_86. 8 warps share rows that would spill with 4; at 128 one program fills the 100 KiB of
+    # sm_86, sm_89 and sm_120.
     ("nvidia", "half", 64): ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
-    ("nvidia", "half", 128): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+    ("sm_80", "half", 128): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+    ("nvidia", "half", 128): ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
     ("nvidia", "any", 128): ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
     ("interpreter", "any", 128): ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
 }
@@ -1994,12 +2024,12 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     gpu = get_gpu(device_type)
     operands = "half" if itemsize == 2 else precision
     # With matrix instructions of 32 x 32, four waves would compute parts of small tiles twice.
-    options = {"matrix_instr_nonkdim": 16} if gpu.family == "amd" else {}
+    options = {"matrix_instr_nonkdim": 16} if gpu.is_amd else {}
     if own := own_tiles(device_type).get(f"{operands} {block_d} {pass_name}"):
         return AttentionTile(*own, options)
     for (row_gpu, row_operands, widest_head), tiles in ATTENTION_TILES.items():
         fits = row_operands in (operands, "any") and block_d <= widest_head
-        if fits and row_gpu in (gpu.arch, gpu.family):
+        if fits and (row_gpu == gpu.family or gpu.arch.startswith(row_gpu)):
             return AttentionTile(*tiles[PASSES.index(pass_name)], options)
     raise ValueError(f"there is no attention tile for heads of {block_d} dimensions: 128 is the most")
 
@@ -2047,7 +2077,7 @@ def attention_launch(pass_name, shape, num_kv_heads, share, strides, dtype, prec
         PRECISION=precision,
         ROUND_BY_HAND=dtype == torch.bfloat16 and gpu.arch in LACK_BF16_ROUNDING,
         ROTARY=rotary,
-        INT64_OFFSETS=gpu.family != "amd",  # AMD's loads add 32-bit offsets by themselves
+        INT64_OFFSETS=not gpu.is_amd,  # AMD's loads add 32-bit offsets by themselves
     )
     by_queries = batch * num_heads, cdiv(seq_len, tile.BLOCK_M)
     by_keys = batch * num_heads // share, cdiv(seq_len, tile.BLOCK_N)
@@ -2726,11 +2756,17 @@ def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(2, n_rows, dtype=torch.float32)
     block_size = min(next_power_of_2(n_cols), CROSS_ENTROPY_BLOCK * (1 if n_cols <= 65536 else 2))
-    warps = max(4, block_size // (32 * CROSS_ENTROPY_PER_THREAD))
-    warps //= 2 if get_gpu(logits.device.type).family == "amd" else 1
+    threads = max(128, block_size // CROSS_ENTROPY_PER_THREAD)
     scalars = logits.stride(0), gradient_scale, ignore_index
     constants = dict(N_COLS=n_cols, BLOCK_SIZE=block_size)
-    launch(cross_entropy_kernel, (n_rows,), (logits, targets, losses), scalars, constants, num_warps=warps)
+    launch(
+        cross_entropy_kernel,
+        (n_rows,),
+        (logits, targets, losses),
+        scalars,
+        constants,
+        num_warps=threads // get_gpu(logits.device.type).warp_size,
+    )
     return losses
 
 
@@ -3481,8 +3517,8 @@ def validate_on_device(config, device):
     if config.graph and config.warmup_steps == 0:
         why = "--no-warmup" if config.no_warmup else "--warmup-steps 0"
         raise UsageError(f"--graph captures a step that has run before, and {why} forbids that: drop one of the two")
-    if config.use_amp and get_gpu(device.type).arch == "sm_75":
-        raise UsageError("--use-amp needs bf16, which sm_75 does not have: drop --use-amp")
+    if config.use_amp and not has_bf16(gpu := get_gpu(device.type)):
+        raise UsageError(f"--use-amp needs bf16, which {gpu.arch} does not have: drop --use-amp")
     if config.fp8:
         companion("fp8", "--fp8").validate(config, device, select_operations(config, device)[0])
     own_tiles(device.type)

@@ -60,13 +60,20 @@ def compile_launch(arch, launch):
 
 AMD_WIDTHS = {
     "byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "sshort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12,
-    "dwordx4": 16,
+    "dwordx4": 16, "u8": 1, "i8": 1, "b8": 1, "u16": 2, "i16": 2, "b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
 }  # fmt: skip
+AMD_ACCESS = re.compile(rf"(?:global|buffer|flat)_(load|store)_(?:d16_)?(?:hi_)?({'|'.join(AMD_WIDTHS)})(?:_d16.*)?")
+AMD_MATRIX, NVIDIA_MATRIX = ("v_mfma", "v_wmma"), ("wgmma", "mma", "tcgen05.mma")
+
+
+def is_matrix(name):
+    """Return whether an instruction, as it is counted here, multiplies matrices."""
+    return name.startswith((*AMD_MATRIX, *NVIDIA_MATRIX))
 
 
 def memory_access(name):
     """Return ("load" or "store", bytes a lane) of an AMD instruction that accesses global memory, None for others."""
-    moved = re.fullmatch(r"(?:global|buffer|flat)_(load|store)_([us]?byte|[us]?short|dword(?:x\d)?)(?:_d16.*)?", name)
+    moved = AMD_ACCESS.fullmatch(name)
     return moved and (moved[1], AMD_WIDTHS[moved[2]])
 
 
@@ -84,7 +91,7 @@ def read_amdgcn(asm):
             instructions[f"{kind} {8 * width}"] += 1
             if kind == "load":
                 loads[width] += 1
-        elif name.startswith("v_mfma"):
+        elif name.startswith(AMD_MATRIX):
             instructions[name] += 1
     return {
         "registers": field("vgpr_count"),  # of a thread, accumulation registers included
@@ -93,7 +100,7 @@ def read_amdgcn(asm):
         "scalar_spills": field("sgpr_spill_count"),
         "scratch_bytes": field("private_segment_fixed_size"),
         "wide_share": wide_share(loads),
-        "matrix_instructions": sum(count for name, count in instructions.items() if name.startswith("v_mfma")),
+        "matrix_instructions": sum(count for name, count in instructions.items() if is_matrix(name)),
         "instructions": dict(instructions),
         "compiler_occupancy": int(re.search(r"; Occupancy: (\d+)", text)[1]),
     }
@@ -120,7 +127,7 @@ def read_cubin(asm):
             width = int(re.search(r"\], (0x\w+|\d+)", line)[1], 0)
             instructions[f"async load {8 * width}"] += 1
             loads[width] += 1
-        elif name.startswith(("wgmma.mma_async", "mma.sync")):
+        elif name.startswith(("wgmma.mma_async", "mma.sync", "tcgen05.mma")):
             instructions[re.sub(r"\.(sync|aligned|row|col)\b", "", name).replace("mma_async.", "")] += 1
     return {
         "registers": registers,
@@ -129,7 +136,7 @@ def read_cubin(asm):
         "scalar_spills": None,
         "scratch_bytes": stack + local,
         "wide_share": wide_share(loads),
-        "matrix_instructions": sum(count for name, count in instructions.items() if "mma" in name),
+        "matrix_instructions": sum(count for name, count in instructions.items() if is_matrix(name)),
         "instructions": dict(instructions),
         "compiler_occupancy": None,
     }

@@ -213,40 +213,55 @@ def record_layer_norm(config, arch):
 PRECISIONS = {"bf16": dict(use_amp=True), "fp32": {}, "tf32": dict(matmul_precision="high")}
 
 
+# These have the tiles, and almost the code, of another, so they are compiled in fewer cases.
+RELATED = {"gfx1151": "gfx1100", "sm_89": "sm_86", "sm_120": "sm_86"}
+
+
+def supported(arch):
+    """Return the precisions in which an architecture's kernels are compiled."""
+    if not llama.has_bf16(gpu_of(arch)):
+        return ("fp32",)  # --use-amp is refused there
+    # Without tensor cores ptxas takes up to half a minute: full fp32 is compiled for A100 and H200 alone.
+    return ("bf16", "tf32") if not is_amd(arch) and arch not in ("sm_80", "sm_90") else tuple(PRECISIONS)
+
+
+SUPPORTED = {arch: supported(arch) for arch in CHIPS}
+MAIN = {arch: precisions for arch, precisions in SUPPORTED.items() if arch not in RELATED}
+
+
 class Case(NamedTuple):
     sizes: dict  # of Config
     record: Callable = record_step
     reported: tuple = ()  # the precisions in the report; the check has all of them
     wide_loads: bool = True
-    precisions: dict = dict.fromkeys(CHIPS, tuple(PRECISIONS))  # on each architecture
+    precisions: dict = MAIN  # on each architecture
 
 
 SHORT, LONG = SIZES["small"] | dict(num_layers=1), SIZES["medium"] | dict(num_layers=1)
-# Tiles depend on the vendor, and on NVIDIA on the architecture. Without tensor cores ptxas takes up to half a minute.
+# Tiles depend on the family, and some on the architecture: of other heads one is compiled.
 HEADS = {"gfx942": ("bf16", "fp32")}
 # Heads whose size is not a power of two are padded; their masks and offsets need scalar registers.
-PADDED_HEADS = {arch: ("bf16", "fp32") for arch in CHIPS if is_amd(arch)} | {"gfx942": tuple(PRECISIONS)}
-WIDE_HEADS = {"gfx942": tuple(PRECISIONS), "sm_80": ("bf16",), "sm_90": ("bf16",)}
-BF16 = dict.fromkeys(CHIPS, ("bf16",))
+PADDED_HEADS = {arch: ("bf16", "fp32") for arch in MAIN if is_amd(arch)} | {"gfx942": tuple(PRECISIONS)}
+WIDE_HEADS = SUPPORTED | {arch: ("bf16",) for arch in CHIPS if not is_amd(arch) and "bf16" in SUPPORTED[arch]}
+FP8 = {arch: ("bf16",) for arch in MAIN if fp8.formats_of(arch)}
+BF16 = {arch: ("bf16",) for arch in MAIN if "bf16" in MAIN[arch]}
 CASES = {
-    "small": Case(SIZES["small"], reported=("bf16",)),
-    "medium": Case(SIZES["medium"], reported=tuple(PRECISIONS)),
+    "small": Case(SIZES["small"], reported=("bf16", "fp32"), precisions=SUPPORTED),
+    "medium": Case(SIZES["medium"], reported=tuple(PRECISIONS), precisions=SUPPORTED),
     "large": Case(SIZES["large"], reported=("bf16",)),
     "heads-16": Case(LONG | dict(num_heads=64), precisions=HEADS),
     "heads-32": Case(LONG | dict(num_heads=32), precisions=HEADS),
     "heads-40": Case(LONG | dict(hidden_dim=1280, num_heads=32), precisions=PADDED_HEADS),
     "heads-80": Case(LONG | dict(hidden_dim=1280), precisions=PADDED_HEADS),
-    "heads-128": Case(LONG | dict(num_heads=8), precisions=WIDE_HEADS),
+    "heads-128": Case(LONG | dict(num_heads=8), reported=("bf16", "fp32"), precisions=WIDE_HEADS),
     "short-heads-32": Case(SHORT | dict(num_heads=16), precisions=HEADS),
     "short-heads-40": Case(SHORT | dict(hidden_dim=640, num_heads=16), precisions=PADDED_HEADS),
     "short-heads-80": Case(SHORT | dict(hidden_dim=640), precisions=PADDED_HEADS),
     "odd-heads-40": Case(SHORT | dict(hidden_dim=320, seq_len=33), precisions=PADDED_HEADS),
-    "short-heads-128": Case(SHORT | dict(num_heads=4), precisions=WIDE_HEADS),
+    "short-heads-128": Case(SHORT | dict(num_heads=4), reported=("bf16", "fp32"), precisions=WIDE_HEADS),
     "vocabulary-32000": Case(SHORT | dict(vocab_size=32000), precisions=BF16),
     "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
-    "fp8": Case(
-        LONG | dict(fp8=True), record=record_fp8, precisions=dict.fromkeys(("gfx942", "gfx950", "sm_90"), ("bf16",))
-    ),
+    "fp8": Case(LONG | dict(fp8=True), record=record_fp8, precisions=FP8),
     # Configurations that are slow on purpose must still compile.
     "split-rows": Case(SHORT, record=record_split_rows, wide_loads=False, precisions=BF16),
     "mistakes": Case(SHORT | dict(noncontiguous_kv=True, triton_matmul_swiglu=True), wide_loads=False, precisions=BF16),

@@ -17,9 +17,9 @@ import torch
 import tiny_llama_v3 as llama
 
 # Peaks of the datasheets, dense and accumulating in fp32, in TFLOP/s of one device as PyTorch shows it (one of the two
-# dies of an MI250X). A name is a pattern of the whole name after the vendor's. The compute units or multiprocessors
-# tell a device from a laptop's GPU, a partition or a slice of the same name. A device that is not listed has no MFU
-# rather than a wrong one.
+# dies of an MI250X). A name is a pattern of the whole name after the vendor's. The multiprocessors or compute units (a
+# Radeon's are counted in pairs) tell a device from a laptop's GPU, a partition or a slice of the same name. A device
+# that is not listed has no MFU rather than a wrong one.
 PRECISIONS = "fp8", "bf16", "tf32", "fp32"
 PEAK_TFLOPS = {  # (name, units): of PRECISIONS, None where the datasheet has none
     ("MI355X", 256): (5033.2, 2516.6, None, 157.3),
@@ -28,15 +28,29 @@ PEAK_TFLOPS = {  # (name, units): of PRECISIONS, None where the datasheet has no
     ("MI300A", 228): (1961.2, 980.6, 490.3, 122.6),
     ("MI250X( ?/ ?MI250)?", 110): (None, 191.5, None, 47.9),
     ("(MI250X ?/ ?)?MI250|MI210", 104): (None, 181.0, None, 45.3),
+    ("Radeon RX 7900 XTX", 48): (None, 122.8, None, 61.4),
+    ("Radeon RX 9070 XT", 32): (389.0, 194.6, None, 48.7),
+    ("Radeon 8060S( Graphics)?", 20): (None, 59.4, None, 29.7),
     ("GB200", 152): (5000.0, 2500.0, 1250.0, 80.0),
+    ("B300( SXM6 AC)?", 148): (4500.0, 2250.0, 1125.0, 75.0),
     ("B200", 148): (4500.0, 2250.0, 1100.0, 75.0),
-    ("H200|H100 80GB HBM3", 132): (1978.9, 989.4, 494.7, 66.9),
+    ("H200|H100 80GB HBM3|GH200 (480GB|144G HBM3e)", 132): (1978.9, 989.4, 494.7, 66.9),
     ("H200 NVL|H100 NVL", 132): (1671.0, 835.5, 417.5, 60.0),
     ("H100 PCIe", 114): (1513.0, 756.0, 378.0, 51.2),
     ("A100(-(SXM4|PCIE)-[48]0GB| 80GB PCIe)?", 108): (None, 312.0, 156.0, 19.5),
     ("L40S", 142): (733.0, 362.05, 183.0, 91.6),
     ("A10G", 80): (None, 70.0, 35.0, 31.5),
+    ("A40", 84): (None, 149.7, 74.8, 37.4),
+    ("L4", 58): (242.5, 121.0, 60.0, 30.3),
+    ("(Tesla )?T4", 40): (None, None, None, 8.1),
+    ("GeForce RTX 5090", 170): (419.0, 209.5, 104.8, 104.8),
+    ("GeForce RTX 5080", 84): (225.1, 112.6, 56.3, 56.3),
+    ("GeForce RTX 5070 Ti", 70): (175.8, 87.9, 43.9, 43.9),
     ("GeForce RTX 4090", 128): (330.3, 165.2, 82.6, 82.6),
+    ("GeForce RTX 4080", 76): (194.9, 97.5, 48.7, 48.7),
+    ("GeForce RTX 3090", 82): (None, 71.0, 35.6, 35.6),
+    ("GeForce RTX 3080", 68): (None, 59.5, 29.8, 29.8),
+    ("GeForce RTX 3070", 46): (None, 40.6, 20.3, 20.3),
 }
 
 # Drivers update a GPU's energy counter at intervals of up to 0.1 s: the energy of less than 1 s may be wrong by more
@@ -50,7 +64,7 @@ SHARED_COUNTER = r"MI250|\bMIG\b"
 def peak_tflops(gpu, precision):
     """Return the datasheet's TFLOP/s of a Gpu in one of PRECISIONS, None if it does not list them."""
     for (name, units), peaks in PEAK_TFLOPS.items():
-        if gpu.num_sms == units and re.fullmatch(f"(NVIDIA |AMD Instinct )?({name})( VF)?", gpu.name):
+        if gpu.num_sms == units and re.fullmatch(f"(NVIDIA |AMD (Instinct )?)?({name})( VF)?", gpu.name):
             return peaks[PRECISIONS.index(precision)]
 
 

@@ -54,6 +54,8 @@ def are_plain(*tensors):
         if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():  # of a model on several GPUs
             return False
         is_bf16 = torch.bfloat16 in types
+        if is_bf16 and not llama.has_bf16(llama.get_gpu(tensor.device.type)):
+            return False
         return types <= llama.KERNEL_DTYPES and not llama.triton_obstacle(tensor.device, use_amp=is_bf16)
 
     return all(map(is_plain, tensors))

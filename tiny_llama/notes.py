@@ -58,10 +58,15 @@ def inert_flags(step):
     fast_width = llama.cdiv(config.hidden_dim, step_of_width) * step_of_width
     # Measured on an H100: products of a width of 500 to 510 take 2.1 times as long as those of 504.
     is_slow = config.hidden_dim % llama.FAST_MULTIPLE and config.use_amp and gpu.arch.startswith("sm_")
+    # Compiled (docs/generated/compiled_kernels.md); gfx120 has registers enough in bf16.
+    is_radeon = gpu.family == "rdna" and not (config.use_amp and gpu.arch.startswith("gfx120"))
+    spills = is_triton and is_radeon and config.head_dim > 64
+    spilling = f"backward spills registers on {gpu.arch} with heads of {config.head_dim}: compare --impl sdpa"
     is_small = config.tokens_per_step * config.hidden_dim < 2**21  # between benchmarks.steps's small and medium
     table = [
         ("fp8", is_triton and is_small, "does not pay at this size: rounding takes longer than the products gain"),
         ("hidden_dim", is_slow, f"{config.hidden_dim} takes about twice the time of {fast_width}, a multiple of 8"),
+        ("num_heads", spills, f"{config.num_heads}: {spilling}, or heads of 64"),
         ("no_init", config.untied_head, "does not show with --untied-head, which PyTorch initializes by small numbers"),
         ("shard", step.world.size == 1, f"{config.shard} has no effect on one process: start several with torchrun"),
         *((name, not is_triton, for_kernels) for name in of_kernels),

@@ -511,6 +511,7 @@ def test_sizes_that_are_named_as_a_remedy_are_taken(heads):
 LACKING = {  # a GPU, its flags, and what the message has
     "sm_90 --impl triton": "TRITON_INTERPRET=1.*--device cpu",
     "sm_75 --impl sdpa --use-amp": "sm_75 does not have: drop --use-amp",
+    "sm_70 --impl torch --use-amp": "sm_70 does not have: drop --use-amp",
     "sm_90 --graph --no-warmup": "--no-warmup forbids that",
     "sm_90 --graph --warmup-steps 0": "--warmup-steps 0 forbids that",
 }

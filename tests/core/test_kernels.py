@@ -597,11 +597,11 @@ def before_nan(name, t):
 UNEVEN = "16x32", "32x16", "16x64", "64x16"
 TILES = {size: [(*map(int, size.split("x")), 4, 1)] * 4 for size in UNEVEN}
 for (gpu, operands, widest_head), tiles in llama.ATTENTION_TILES.items():
-    if gpu.startswith(("amd", "gfx")):
+    if gpu.startswith(("cdna", "rdna", "gfx")):
         TILES[f"{gpu} {operands} {widest_head}"] = tiles
 FAST = """
 16x32 48 128, 16x32 48 0, 32x16 48 128, 32x16 48 0, 16x64 80 128, 16x64 80 0, 64x16 80 128, 64x16 80 0,
-amd half 64 100 128, amd half 64 150 128, amd any 128 100 128, amd any 128 150 128
+cdna half 64 100 128, cdna half 64 150 128, cdna any 128 100 128, cdna any 128 150 128
 """
 FAST = re.split(r",\s", FAST.strip())
 LENGTHS = "40 128", "48 128", "48 0", "64 0", "80 128", "80 0", "100 128", "144 128", "150 128"

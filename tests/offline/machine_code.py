@@ -39,7 +39,7 @@ class MachineCode(NamedTuple):
 
     def fits(self):
         """Return whether a program fits into a multiprocessor."""
-        return self.shared <= CHIPS["sm_90"].shared_limit and self.registers * 32 * self.warps <= 2**16
+        return self.shared <= CHIPS["sm_90"].program_kib * 1024 and self.registers * 32 * self.warps <= 2**16
 
     def waits(self):
         """Return (products still under way, products since the last wait, functions since the first of those) of waits.

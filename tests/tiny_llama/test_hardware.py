@@ -47,41 +47,68 @@ def some_gpu(monkeypatch):
 
 
 PEAKS = """
-# units, TFLOP/s in bf16, tf32 and fp32; the names that torch reports
-256 2516.6 -      157.3 AMD Instinct MI355X
-304 1307.4 653.7  163.4 AMD Instinct MI325X; AMD Instinct MI300X; AMD Instinct MI300X VF
-228 980.6  490.3  122.6 AMD Instinct MI300A
-110 191.5  -      47.9  AMD Instinct MI250X; AMD Instinct MI250X / MI250
-104 181.0  -      45.3  AMD Instinct MI250X / MI250; AMD Instinct MI250X/MI250; AMD Instinct MI250; AMD Instinct MI210
-152 2500.0 1250.0 80.0  NVIDIA GB200
-148 2250.0 1100.0 75.0  NVIDIA B200
-132 989.4  494.7  66.9  NVIDIA H200; NVIDIA H100 80GB HBM3
-132 835.5  417.5  60.0  NVIDIA H200 NVL; NVIDIA H100 NVL
-114 756.0  378.0  51.2  NVIDIA H100 PCIe
-108 312.0  156.0  19.5  NVIDIA A100-SXM4-40GB; NVIDIA A100-SXM4-80GB; A100-PCIE-40GB; NVIDIA A100 80GB PCIe
-142 362.05 183.0  91.6  NVIDIA L40S
-80  70.0   35.0   31.5  NVIDIA A10G
-128 165.2  82.6   82.6  NVIDIA GeForce RTX 4090
+# units, TFLOP/s in fp8, bf16, tf32 and fp32; the names that torch reports
+256 5033.2 2516.6 -      157.3 AMD Instinct MI355X
+256 4613.7 2306.9 -      144.2 AMD Instinct MI350X
+304 2614.9 1307.4 653.7  163.4 AMD Instinct MI325X; AMD Instinct MI300X; AMD Instinct MI300X VF
+228 1961.2 980.6  490.3  122.6 AMD Instinct MI300A
+110 -      191.5  -      47.9  AMD Instinct MI250X; AMD Instinct MI250X / MI250
+104 -      181.0  -      45.3  AMD Instinct MI250X / MI250; AMD Instinct MI250X/MI250; AMD Instinct MI250
+104 -      181.0  -      45.3  AMD Instinct MI210
+48  -      122.8  -      61.4  AMD Radeon RX 7900 XTX; Radeon RX 7900 XTX
+32  389.0  194.6  -      48.7  AMD Radeon RX 9070 XT
+20  -      59.4   -      29.7  AMD Radeon 8060S; Radeon 8060S Graphics
+152 5000.0 2500.0 1250.0 80.0  NVIDIA GB200
+148 4500.0 2250.0 1125.0 75.0  NVIDIA B300 SXM6 AC
+148 4500.0 2250.0 1100.0 75.0  NVIDIA B200
+132 1978.9 989.4  494.7  66.9  NVIDIA H200; NVIDIA H100 80GB HBM3; NVIDIA GH200 480GB; NVIDIA GH200 144G HBM3e
+132 1671.0 835.5  417.5  60.0  NVIDIA H200 NVL; NVIDIA H100 NVL
+114 1513.0 756.0  378.0  51.2  NVIDIA H100 PCIe
+108 -      312.0  156.0  19.5  NVIDIA A100-SXM4-40GB; NVIDIA A100-SXM4-80GB; A100-PCIE-40GB; NVIDIA A100 80GB PCIe
+142 733.0  362.05 183.0  91.6  NVIDIA L40S
+84  -      149.7  74.8   37.4  NVIDIA A40
+80  -      70.0   35.0   31.5  NVIDIA A10G
+58  242.5  121.0  60.0   30.3  NVIDIA L4
+40  -      -      -      8.1   Tesla T4; NVIDIA T4
+170 419.0  209.5  104.8  104.8 NVIDIA GeForce RTX 5090
+84  225.1  112.6  56.3   56.3  NVIDIA GeForce RTX 5080
+70  175.8  87.9   43.9   43.9  NVIDIA GeForce RTX 5070 Ti
+128 330.3  165.2  82.6   82.6  NVIDIA GeForce RTX 4090
+76  194.9  97.5   48.7   48.7  NVIDIA GeForce RTX 4080
+82  -      71.0   35.6   35.6  NVIDIA GeForce RTX 3090
+68  -      59.5   29.8   29.8  NVIDIA GeForce RTX 3080
+46  -      40.6   20.3   20.3  NVIDIA GeForce RTX 3070
 # look-alikes: slices, partitions, laptops and siblings
-132 - - - NVIDIA GH200 480GB; NVIDIA H800; NVIDIA H100 64GB HBM2; NVIDIA H100 80GB HBM3 MIG 7g.80gb
-16  - - - NVIDIA H100 80GB HBM3 MIG 1g.10gb
-114 - - - NVIDIA H100 80GB HBM3; NVIDIA GeForce RTX 4090 D; NVIDIA GeForce RTX 4090
-76  - - - NVIDIA GeForce RTX 4090 Laptop GPU
-124 - - - NVIDIA A100-SXM-64GB
-108 - - - GRID A100-10C
-304 - - - AMD Radeon Graphics
-38  - - - AMD Instinct MI300X
-2   - - - x86_64
+132 - - - - NVIDIA H800; NVIDIA H100 64GB HBM2; NVIDIA H100 80GB HBM3 MIG 7g.80gb
+16  - - - - NVIDIA H100 80GB HBM3 MIG 1g.10gb
+114 - - - - NVIDIA H100 80GB HBM3; NVIDIA GeForce RTX 4090 D; NVIDIA GeForce RTX 4090
+76  - - - - NVIDIA GeForce RTX 4090 Laptop GPU
+124 - - - - NVIDIA A100-SXM-64GB
+108 - - - - GRID A100-10C
+304 - - - - AMD Radeon Graphics
+38  - - - - AMD Instinct MI300X
+2   - - - - x86_64
+48  - - - - AMD Radeon PRO W7900
+96  - - - - AMD Radeon RX 7900 XTX
+68  - - - - NVIDIA GeForce RTX 3080 Ti
+84  - - - - NVIDIA A40-48Q
 """
 
 
 @pytest.mark.parametrize("line", [line for line in PEAKS.strip().splitlines() if line[0] != "#"])
 def test_a_device_has_the_peak_of_its_datasheet_and_a_look_alike_has_none(line):
-    units, *expected, names = line.split(maxsplit=4)
+    units, *expected, names = line.split(maxsplit=5)
     expected = [None if peak == "-" else float(peak) for peak in expected]
     for name in names.split("; "):
         some = gpu(name, int(units))
-        assert [hardware.peak_tflops(some, precision) for precision in ("bf16", "tf32", "fp32")] == expected, name
+        assert [hardware.peak_tflops(some, precision) for precision in hardware.PRECISIONS] == expected, name
+
+
+def test_peaks_keep_the_ratios_of_matrix_units():
+    """One value that is half or twice the datasheet's stands out."""
+    for device, (fp8, bf16, tf32, _) in hardware.PEAK_TFLOPS.items():
+        assert fp8 is None or fp8 == pytest.approx(2 * bf16, rel=0.02), device
+        assert tf32 is None or tf32 == pytest.approx(bf16 / 2, rel=0.03), device
 
 
 def notes_of(config, implementation="triton", layers=None):
@@ -128,6 +155,18 @@ def test_a_slow_width_is_named_with_the_next_fast_one(some_gpu, changes, arch, w
     assert [line.split("time of ")[1].split(",")[0] for line in lines] == [str(width)] * (width is not None)
     if width:
         assert not notes_of(dataclasses.replace(config, hidden_dim=width))
+
+
+@pytest.mark.parametrize("changes, arch, implementation, named", [
+    (dict(num_heads=4), "gfx1100", "triton", True), (dict(num_heads=4), "gfx1151", "sdpa", False),
+    (dict(num_heads=8), "gfx1100", "triton", False), (dict(num_heads=4), "gfx1201", "triton", False),
+    (dict(num_heads=4, use_amp=False), "gfx1201", "triton", True), (dict(num_heads=4), "gfx942", "triton", False),
+])  # fmt: skip
+def test_heads_that_spill_on_a_radeon_are_named(some_gpu, changes, arch, implementation, named):
+    some_gpu(arch)
+    config = llama.Config(**dict(use_amp=True, hidden_dim=512) | changes)
+    lines = [line for line in notes_of(config, implementation) if line.startswith("--num-heads 4")]
+    assert len(lines) == named and all(arch in line and "heads of 128" in line for line in lines)
 
 
 @pytest.mark.parametrize("changes, flag", [

@@ -72,7 +72,7 @@ FAULTS = {  # the kernel whose test sees it, what is right there, and what is pl
         "short attention", '"fused": (math.prod(by_queries) +',
         '"fused": (batch * num_heads * cdiv(seq_len, tile.BLOCK_N) +'),
     "tile: more threads than there are": (
-        "rmsnorm", '16) // (2 if gpu.family == "amd" else 1)', '16) * (8 if gpu.family == "amd" else 1)'),
+        "rmsnorm", "warps = min(max(4, cols // 2048)", "warps = 16 * min(max(4, cols // 2048)"),
     "tile: programs for whole tiles only": (
         "attention", "by_queries = batch * num_heads, cdiv(seq_len, tile.BLOCK_M)",
         "by_queries = batch * num_heads, seq_len // tile.BLOCK_M"),
