@@ -16,6 +16,7 @@ benchmarks/diff.py: before after
 examples/hf_weights.py: folder
 exercises/check.py: exercise1
 exercises/scoreboard.py: class
+offline/figures.py: kernel.amdgcn
 profilers/compare.py: before after
 profilers/counters.py: profile
 profilers/hotspots.py: profile

@@ -64,7 +64,7 @@ def test_shared_memory_may_be_given(file, capsys):
 @pytest.mark.parametrize("text, beside, message", [
     ("# a page", "{}", "is no machine code of one kernel"), (2 * CODE, "{}", "is no machine code of one kernel"),
     (CODE.replace("; Occupancy: 3", ""), "{}", "is no machine code of one kernel"),
-    (CODE.replace("{target}", "amdgcn-amd-amdhsa--gfx1100"), "{}", "is for gfx1100, .* give one for gfx90a, gfx942"),
+    (CODE.replace("{target}", "amdgcn-amd-amdhsa--gfx1030"), "{}", "is for gfx1030, .* give one for gfx90a, gfx942"),
     (CODE, None, "no .json of Triton beside it, .* give --shared"), (CODE, "[", "no .json of Triton beside it"),
     (CODE, "{}", "no .json of Triton beside it"),
 ])  # fmt: skip
