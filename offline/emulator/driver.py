@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
-from offline.emulator import CHIPS, LANES, MAX_THREADS
+from offline.emulator import CHIPS, MAX_THREADS
 from offline.emulator.code_object import CodeObject
 from offline.emulator.machine import Program, TensorMemory
 
@@ -42,7 +42,7 @@ class Driver:
 
     def __init__(self, machine):
         self.machine, self.utils, self.launcher_cls = machine, self, Launcher
-        self.target = GPUTarget("hip", machine.arch, LANES)
+        self.target = GPUTarget("hip", machine.arch, CHIPS[machine.arch].lanes)
 
     def get_current_target(self):
         return self.target
@@ -66,7 +66,7 @@ class Driver:
             "multiprocessor_count": chip.units,
             "max_num_regs": 64 * 1024,
             "max_threads_per_sm": 2048,
-            "warpSize": LANES,
+            "warpSize": chip.lanes,
         }
 
     def load_binary(self, name, binary, shared_bytes, device):

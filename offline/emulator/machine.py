@@ -24,20 +24,23 @@ import torch
 from test.mockgpu.amd import emu
 from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer.amd import decode_inst
-from tinygrad.renderer.amd.dsl import AlignedSGPRField, SGPRField, SrcField, VGPRField
-from tinygrad.runtime.autogen.amd.cdna import ins as cdna
+from tinygrad.renderer.amd.dsl import AlignedSGPRField, SGPRField, SrcField, VDSTYField, VGPRField
 
-from offline.emulator import CHIPS, LANES, MAX_THREADS, Fault, overrides
+from offline.emulator import CHIPS, MAX_THREADS, Fault, overrides
 from offline.emulator.code_object import LONGEST_INSTRUCTION
 
 overrides.apply()
 
-ISA = "cdna"  # as in tinygrad, which distinguishes MI200, MI300 and MI350 only by their instructions
-REGISTERS = 256  # vector registers of a lane, and as many accumulation registers
+REGISTERS = 256  # vector registers of a lane, and on CDNA as many accumulation registers
 MOST_INSTRUCTIONS = 50_000_000  # of a wave; one that executes more is taken not to end
-MOST_WAVES = MAX_THREADS // LANES  # of a workgroup
+MOST_WAVES = MAX_THREADS // 32  # of a workgroup
 # As tinygrad numbers the special registers; ONE is the constant 1.0.
-M0, EXEC, PROGRAM_COUNTER, ONE = 124, 126, 256, 242
+EXEC, PROGRAM_COUNTER, ONE = 126, 256, 242
+M0 = {"cdna": 124, "rdna3": 125, "rdna4": 125}
+# Registers in which RDNA 4 has the workgroup (x; y and z) and, from bit 25 on, the number of the wave.
+X, YZ, WAVE_NUMBER = 117, 115, 116
+ALL_WAVES = 193  # the operand -1 of a barrier
+BARRIERS = {"S_BARRIER": 3, "S_BARRIER_SIGNAL": 1, "S_BARRIER_WAIT": 2}  # as in wave.c
 S_NOP = 0xBF800000
 # Operands of s_setreg: bits of MODE, which is register 1.
 FP16_OVFL = 1 | 23 << 6
@@ -56,8 +59,10 @@ ANY_ORDER = re.compile("CMPSWAP|_F16|_BF16|_F32|_F64")  # atomics after which bi
 __tracebackhide__ = True  # pytest shows the line of the test, not ours
 
 
-# Scalar registers of a wave, the inline constants and EXEC with all lanes active among them.
-SCALARS = np.array(emu.WaveState(LANES, LANES)._sgpr_mv, np.uint32)
+@functools.cache
+def scalars_of(lanes):
+    """Return the scalar registers of a wave, the inline constants and EXEC with all lanes active among them."""
+    return np.array(emu.WaveState(lanes, lanes)._sgpr_mv, np.uint32)
 
 
 @functools.cache
@@ -66,7 +71,8 @@ def library_of(file, **constants):
     source = Path(__file__).with_name(file)
     command = ["clang", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
     command += [f"-D{name}={value}" for name, value in constants.items()]
-    key = hashlib.sha256(" ".join(command).encode() + source.read_bytes()).hexdigest()
+    text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
+    key = hashlib.sha256(" ".join(command).encode() + text).hexdigest()
     with tempfile.NamedTemporaryFile(suffix=".so") as library:
         binary = diskcache_get("libraries", key)
         if binary is None:
@@ -80,19 +86,27 @@ def library_of(file, **constants):
 
 def wave_library():
     """Return the library of wave.c."""
-    return library_of("wave.c", LANES=LANES, SCALARS=len(SCALARS))
+    return library_of("wave.c", SCALARS=emu.SGPR_COUNT)
 
 
 def instructions(arch):
-    """Return the library of instructions.c for an architecture."""
+    """Return the library of cdna.c or rdna.c for an architecture."""
     chip = CHIPS[arch]
-    options = {"FP8_FNUZ": int(chip.fp8_is_fnuz), "FLUSHES_16_BIT": int(chip.flushes_16_bit)}
-    return library_of("instructions.c", LANES=LANES, **options)
+    options = {"LANES": chip.lanes, "M0": M0[chip.isa]}
+    options |= {"FP8_FNUZ": int(chip.fp8_is_fnuz), "FLUSHES_16_BIT": int(chip.flushes_16_bit)}
+    if chip.isa == "cdna":
+        return library_of("cdna.c", **options)
+    return library_of("rdna.c", GFX={"rdna3": 11, "rdna4": 12}[chip.isa], **options)
+
+
+def name_of(inst):
+    """Return the name of an instruction; two that RDNA executes at once have both."""
+    return emu._op_name(inst)
 
 
 def function_of(arch, inst):
-    """Return the address of an instruction's function in instructions.c, None if it has none."""
-    function = getattr(instructions(arch), inst.op.name.lower(), None)
+    """Return the address of an instruction's function in that library, None if it has none."""
+    function = getattr(instructions(arch), name_of(inst).lower(), None)
     return function and ctypes.cast(function, ctypes.c_void_p).value
 
 
@@ -106,7 +120,7 @@ LARGEST_COPY = 2**30  # bytes; larger storages, which are sparse, are not copied
 
 
 class Extent(ctypes.Structure):
-    """The struct of instructions.c."""
+    """The struct of instructions.h."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("first", "last", "begin", "end")]
 
@@ -234,36 +248,41 @@ class Instruction(ctypes.Structure):
 
     _fields_ = [
         ("function", ctypes.c_void_p), ("buffers", ctypes.c_uint8 * 6),
-        ("is_barrier", ctypes.c_uint8),
+        ("barrier", ctypes.c_uint8),
     ]  # fmt: skip
 
 
 class Wave(ctypes.Structure):
-    """The registers of 64 lanes, and the struct of wave.c."""
+    """The registers of all lanes, and the struct of wave.c."""
 
     # fp8_saturates, flushes_denormals: what MODE says of FP16_OVFL and FP_DENORM
     _fields_ = [
         ("buffers", ctypes.c_uint64 * 6), ("scratch", ctypes.POINTER(GuardedMemory)), ("fp8_saturates", ctypes.c_uint8),
-        ("flushes_denormals", ctypes.c_uint8),
+        ("flushes_denormals", ctypes.c_uint8), ("signals", ctypes.c_uint32),
     ]  # fmt: skip
 
     def __init__(self, arch):
-        words = np.frombuffer(mmap.mmap(-1, 4 * (2 * REGISTERS * LANES + len(SCALARS))), np.uint32)
-        self.vector, self.accumulation = words[: 2 * REGISTERS * LANES].reshape(2, REGISTERS, LANES)
-        self.scalar = words[2 * REGISTERS * LANES :]
-        self.fp8_is_fnuz = CHIPS[arch].fp8_is_fnuz
+        self.chip = CHIPS[arch]
+        n_vector = REGISTERS * self.chip.lanes
+        words = np.frombuffer(mmap.mmap(-1, 4 * (2 * n_vector + emu.SGPR_COUNT)), np.uint32)
+        self.vector, self.accumulation = words[: 2 * n_vector].reshape(2, REGISTERS, self.chip.lanes)
+        if self.chip.isa != "cdna":
+            self.accumulation = self.vector
+        self.scalar = words[2 * n_vector :]
         registers = (array.ctypes.data for array in (self.scalar, self.vector, self.accumulation))
         self.buffers[0], self.buffers[1], self.buffers[5] = registers  # in tinygrad's order; memory begins at 0
 
     def take_scratch(self, bytes_of_lane):
         """Have private memory for the lanes, one after the other."""
-        if not self.scratch or self.scratch.contents.nbytes != bytes_of_lane * LANES:
-            self.scratch = ctypes.pointer(GuardedMemory(bytes_of_lane * LANES))
+        nbytes = bytes_of_lane * self.chip.lanes
+        if not self.scratch or self.scratch.contents.nbytes != nbytes:
+            self.scratch = ctypes.pointer(GuardedMemory(nbytes))
 
     @property
     def active(self):
         """EXEC as (LANES,) of bools."""
-        return np.unpackbits(self.scalar[EXEC : EXEC + 2].view(np.uint8), bitorder="little").astype(bool)
+        bits = np.unpackbits(self.scalar[EXEC : EXEC + 2].view(np.uint8), bitorder="little")
+        return bits[: self.chip.lanes].astype(bool)
 
     @property
     def program_counter(self):
@@ -279,10 +298,10 @@ wave_of = functools.cache(lambda arch, index: Wave(arch))
 lds_of = functools.lru_cache(8)(GuardedMemory)
 
 
-def first_registers(user_registers, entry, scratch_bytes, poison):
+def first_registers(chip, user_registers, entry, scratch_bytes, poison):
     """Return the scalar registers with which waves start; those that the hardware does not set have the poison."""
-    scalar = SCALARS.copy()
-    scalar[:108] = scalar[M0] = poison * 0x01010101  # VCC among them
+    scalar = scalars_of(chip.lanes).copy()
+    scalar[:124] = scalar[M0[chip.isa]] = poison * 0x01010101  # VCC among them
     scalar[: len(user_registers)] = user_registers
     scalar[PROGRAM_COUNTER : PROGRAM_COUNTER + 2] = entry & 0xFFFFFFFF, entry >> 32
     scalar[SCRATCH_STRIDE] = scratch_bytes
@@ -295,9 +314,10 @@ class Workgroup(ctypes.Structure):
     _fields_ = [
         ("program", ctypes.c_void_p), ("begin", ctypes.c_uint64), ("nbytes", ctypes.c_uint64),
         ("scalar", ctypes.c_void_p), ("lds", ctypes.POINTER(GuardedMemory)),
-        ("waves", ctypes.POINTER(Wave) * MOST_WAVES), ("n_waves", ctypes.c_int32),
-        ("running", ctypes.c_uint32), ("waiting", ctypes.c_uint32), ("current", ctypes.c_int32),
-        ("turn", ctypes.c_int32), ("left", ctypes.c_int64), ("random", ctypes.c_uint64), ("fault", ctypes.c_uint64),
+        ("waves", ctypes.POINTER(Wave) * MOST_WAVES), ("n_waves", ctypes.c_int32), ("lanes", ctypes.c_int32),
+        ("wave_number", ctypes.c_int32), ("current", ctypes.c_int32), ("turn", ctypes.c_int32),
+        ("running", ctypes.c_uint64), ("waiting", ctypes.c_uint64),
+        ("left", ctypes.c_int64), ("random", ctypes.c_uint64), ("fault", ctypes.c_uint64),
         ("poison", ctypes.c_uint8), ("flushes_denormals", ctypes.c_uint8),
     ]  # fmt: skip
 
@@ -305,7 +325,8 @@ class Workgroup(ctypes.Structure):
         code = program.code
         super().__init__(
             ctypes.addressof(program.instructions), code.begin, code.nbytes, scalar.ctypes.data, ctypes.pointer(lds),
-            n_waves=len(waves), random=seed, poison=poison, flushes_denormals=code.flushes_denormals,
+            n_waves=len(waves), lanes=program.chip.lanes, random=seed, poison=poison,
+            wave_number=WAVE_NUMBER if program.chip.isa == "rdna4" else -1, flushes_denormals=code.flushes_denormals,
         )  # fmt: skip
         self.waves[: len(waves)] = [ctypes.pointer(wave) for wave in waves]
         self.held = program, waves, lds, scalar  # for as long as there are pointers to them
@@ -327,7 +348,7 @@ class Workgroup(ctypes.Structure):
 def swap_rows(inst, rows):
     """v_permlane16_swap, 32_swap: swaps the odd rows, of so many lanes, of vdst with the even rows of src0."""
     first, second = inst.vdst.offset % REGISTERS, inst.src0.offset % REGISTERS
-    even = np.flatnonzero(np.arange(LANES) // rows % 2 == 0)
+    even = np.flatnonzero(np.arange(64) // rows % 2 == 0)
 
     def execute(wave):
         v = wave.vector
@@ -346,6 +367,15 @@ def set_mode(inst):
             wave.fp8_saturates = bool(inst.literal)
         elif inst.simm16 == FP_DENORM:
             wave.flushes_denormals = inst.literal & 3 != 3
+
+    return execute
+
+
+def set_denormals(inst):
+    """s_denorm_mode of RDNA: two bits for fp32, two for fp16 and fp64."""
+
+    def execute(wave):
+        wave.flushes_denormals = inst.simm16 & 3 != 3
 
     return execute
 
@@ -371,15 +401,16 @@ def round_to_fp8(inst, exponent_bits):
     """v_cvt_pk_fp8_f32, v_cvt_scalef32_pk_fp8_f32 with scale 1, and bf8: two numbers become one half of vdst."""
     sources, half = [inst.src0.offset, inst.src1.offset], inst.opsel >> 3
     is_scaled = "SCALEF32" in inst.op.name and inst.src2.offset != ONE
-    if is_scaled or inst.abs or inst.neg or inst.omod or inst.clmp:
+    if is_scaled or inst.abs or inst.neg or inst.omod or inst.clmp or hasattr(inst, "literal") or hasattr(inst, "dpp"):
         raise NotImplementedError(f"{inst!r} is not emulated")
 
     def held(wave, source):
-        return wave.vector[source - REGISTERS] if source >= REGISTERS else np.full(LANES, wave.scalar[source])
+        lanes = wave.chip.lanes
+        return wave.vector[source - REGISTERS] if source >= REGISTERS else np.full(lanes, wave.scalar[source])
 
     def execute(wave):
         numbers = np.stack([held(wave, source) for source in sources]).view(np.float32)
-        low, high = fp8_codes(numbers, exponent_bits, wave.fp8_is_fnuz, wave.fp8_saturates)
+        low, high = fp8_codes(numbers, exponent_bits, wave.chip.fp8_is_fnuz, wave.fp8_saturates)
         halves = wave.vector[inst.vdst.offset % REGISTERS].view(np.uint16)[half::2]
         halves[wave.active] = (low | high << 8)[wave.active]
 
@@ -390,6 +421,7 @@ IN_PYTHON = {
     "V_PERMLANE16_SWAP_B32_E32": functools.partial(swap_rows, rows=16),
     "V_PERMLANE32_SWAP_B32_E32": functools.partial(swap_rows, rows=32),
     "S_SETREG_IMM32_B32": set_mode,
+    "S_DENORM_MODE": set_denormals,
     "V_CVT_PK_FP8_F32": functools.partial(round_to_fp8, exponent_bits=4),
     "V_CVT_PK_BF8_F32": functools.partial(round_to_fp8, exponent_bits=5),
     "V_CVT_SCALEF32_PK_FP8_F32": functools.partial(round_to_fp8, exponent_bits=4),
@@ -397,42 +429,51 @@ IN_PYTHON = {
 }
 
 
-# What tinygrad executes otherwise than the chips, or not at all: matrix products of several blocks, sparse, scaled or
-# in fp64; formatted buffers; scaled and random rounding; registers of the hardware; comparisons that write EXEC.
-NOT_EMULATED = re.compile(
-    "V_MFMA_(?!.*_4X4X.*_(F32|BF16|I8)$)|V_SMFMAC_|BUFFER_|GLOBAL_ATOMIC_|FLAT_ATOMIC_|V_CVT_(SCALEF32|SR)_|S_[GS]ETREG"
-    "|V_CMPX_.*_E32"
-)
-# Fields that must be 0: {what an instruction's name begins with: fields that tinygrad or instructions.c does not heed}.
+# What tinygrad executes otherwise than the chips, or not at all, unless it has a function: formatted buffers; random
+# rounding; registers of the hardware. On CDNA matrix products of several blocks, sparse, scaled or in fp64; scaled
+# rounding; comparisons that write EXEC. On RDNA matrix products of other types or sparse; barriers of some waves.
+NOT_EMULATED = {
+    "cdna": "V_MFMA_(?!.*_4X4X.*_(F32|BF16|I8)$)|V_SMFMAC_|V_CVT_SCALEF32_|V_CMPX_.*_E32",
+    "rdna": "V_S?WMMA|V_DOT4_F32|.*V_DUAL_(MUL_DX9|DOT2)|S_BARRIER_(?!SIGNAL$|WAIT$)|S_(GET_BARRIER|ROUND)|DS_SWIZZLE",
+}
+EVERYWHERE = "T?BUFFER_|GLOBAL_|FLAT_|V_CVT_SR_|S_[GS]ETREG"
+NOT_EMULATED = {family: re.compile(f"{names}|{EVERYWHERE}") for family, names in NOT_EMULATED.items()}
+# Fields that must be 0: {what an instruction's name begins with: fields that tinygrad or its function does not heed}.
 NOT_HEEDED = {
     "V_MFMA_(?!.*(XF32|F8F6F4))": ("cbsz", "abid", "blgp"),
     "V_MFMA_.*_4X4X": ("acc", "acc_cd"),
-    "BUFFER_(LOAD|STORE|ATOMIC)": ("idxen",),
+    "BUFFER_(LOAD|STORE|ATOMIC)": ("idxen", "tfe"),
     "BUFFER_LOAD_(?!DWORD(X[34])?$)": ("lds",),
     "DS_(?!READ|WRITE)": ("acc",),
     "DS_": ("gds",),
-    "V_CVT_(PK_)?F32_[FB][PF]8": ("abs", "neg", "clmp", "opsel", "src0_sext"),
+    "V_CVT_(PK_)?F32_[FB][PF]8": ("abs", "neg", "clmp", "src0_sext"),
     "V_CVT_SCALEF32_": ("abs", "neg", "clmp"),
     "V_(?!BITOP3|CMP)": ("omod",),
-    "V_PK_": ("clmp",),
+    "V_(PK(?!_(ADD|SUB)_[IU]16)|DOT|FMA_MIX|MAD_MIX|WMMA)": ("clmp",),
+    "V_DIV_SCALE": ("neg",),
+    "V_WMMA_": ("opsel", "neg_hi"),
+    "V_WMMA_F": ("neg",),
 }
 NOT_HEEDED = {re.compile(pattern): fields for pattern, fields in NOT_HEEDED.items()}
 
 
 def refuse_what_is_not_emulated(arch, inst, has_function):
     """Raise NotImplementedError for instructions that would be executed otherwise than by the chips."""
-    name = emu._op_name(inst)
+    name, kind, family = name_of(inst), type(inst).__name__, CHIPS[arch].family
     fields = [field for pattern, fields in NOT_HEEDED.items() if pattern.match(name) for field in fields]
     is_refused = any(emu._iattr(inst, field) for field in fields)
-    is_refused |= not has_function and bool(NOT_EMULATED.match(name))
+    is_refused |= not has_function and bool(NOT_EMULATED[family].match(name))
     is_refused |= "F8F6F4" in name and max(int(inst.cbsz), int(inst.blgp)) > 1  # FP6 and FP4
-    is_refused |= "_sdwa" in type(inst).__name__.lower() and any(
+    is_refused |= "SDWA" in kind and any(
         emu._iattr(inst, field) for field in ("src0_neg", "src0_abs", "src1_neg", "src1_abs", "clmp", "omod")
     )
     # Functions of instructions.c do not know other forms.
     is_other_form = hasattr(inst, "dpp") or hasattr(inst, "literal") or emu._iattr(inst, "dst_sel", 6) != 6
     is_refused |= has_function is not None and is_other_form
+    is_refused |= family == "cdna" and bool(re.match("V_CVT_(PK_)?F32_[FB][PF]8_E64", name)) and bool(inst.opsel)
     is_refused |= arch == "gfx90a" and "DOT2C_F32_BF16" in name  # its v_mac_f32
+    is_refused |= "DPP8" in kind or re.match("VOP3.*_DPP16", kind) is not None
+    is_refused |= name == "S_BARRIER_SIGNAL" and int(inst.ssrc0.offset) != ALL_WAVES
     if is_refused:
         raise NotImplementedError(f"{inst!r} is not emulated")
 
@@ -467,13 +508,13 @@ def stored_keys(type_):
 
     To find one there takes a hundredth of the time in which tinygrad builds what it compiles.
     """
-    return diskcache_get("keys_of_instructions", f"{type_.__name__} {OVERRIDES}") or {}
+    return diskcache_get("keys_of_instructions", f"{type_.__module__}.{type_.__name__} {OVERRIDES}") or {}
 
 
 known_keys = functools.cache(stored_keys)
 
 
-def runner_of(inst, address):
+def runner_of(inst, address, isa):
     """Return (program, runtime, mask) of the instruction at an address, as tinygrad compiles it.
 
     mask: of the bits without which it would be another program.
@@ -483,10 +524,11 @@ def runner_of(inst, address):
         if inst._raw & mask == masked and (parts := diskcache_get("emulated_instructions", key.hex())):
             program = CompiledInstruction(key, *parts)
             return program, emu.get_runtime("CPU", program), mask
-    (program, runtime), _ = emu._decode_at(address, ISA)
+    (program, runtime), _ = emu._decode_at(address, isa)
     _, masked, mask, *_ = next(entry for entry in emu._canonical_runner_cache if entry[-1][1] is runtime)
     known_keys(type_)[mask, masked] = program.key
-    diskcache_put("keys_of_instructions", f"{type_.__name__} {OVERRIDES}", stored_keys(type_) | known_keys(type_))
+    of_type = f"{type_.__module__}.{type_.__name__} {OVERRIDES}"
+    diskcache_put("keys_of_instructions", of_type, stored_keys(type_) | known_keys(type_))
     return program, runtime, mask
 
 
@@ -498,7 +540,7 @@ class Kind(NamedTuple):
     name: str
 
 
-NUMBERS = ("literal", "offset", "offset0", "offset1", "simm16")  # fields that may hold any
+NUMBERS = ("literal", "offset", "ioffset", "offset0", "offset1", "simm16", "rsrc")  # fields that may hold any
 
 
 def bits_of_kind(inst):
@@ -509,7 +551,7 @@ def bits_of_kind(inst):
     mask = (1 << 8 * inst.size()) - 1
     for name, field in inst._fields:
         operand = inst._raw >> field.lo & field.mask
-        if name in NUMBERS or isinstance(field, VGPRField | SGPRField | AlignedSGPRField):
+        if name in NUMBERS or isinstance(field, VGPRField | VDSTYField | SGPRField | AlignedSGPRField):
             mask &= ~(field.mask << field.lo)
         elif isinstance(field, SrcField) and not 128 <= operand < 256:
             mask &= ~((0xFF if operand >= 256 else 0x7F) << field.lo)
@@ -526,7 +568,7 @@ class Program:
     """The instructions of a code object. Each is compiled when a wave first reaches it."""
 
     def __init__(self, code, arch):
-        self.code, self.arch, self.kinds = code, arch, kinds_of(arch)
+        self.code, self.arch, self.chip, self.kinds = code, arch, CHIPS[arch], kinds_of(arch)
         self.instructions = (Instruction * (code.nbytes // 4 + 1))()
         self.decoded, self.in_python = {}, {}  # by address
         self.atomics = set()  # names of those that were found
@@ -540,7 +582,7 @@ class Program:
     def decode(self, address):
         """tinygrad's Inst at an address."""
         if address not in self.decoded:
-            self.decoded[address] = decode_inst(ctypes.string_at(address, LONGEST_INSTRUCTION), ISA)
+            self.decoded[address] = decode_inst(ctypes.string_at(address, LONGEST_INSTRUCTION), self.chip.isa)
         return self.decoded[address]
 
     def translate_gfx90a(self):
@@ -559,7 +601,7 @@ class Program:
                     raise NotImplementedError(f"{self.code.name} multiplies bytes, which gfx90a does not emulate")
             elif word.value >> 26 == 0b111000 and word.value >> 18 & 127 in (62, 63):
                 word.value = ctypes.c_uint32.from_address(address + 4).value = S_NOP
-            address += decode_inst(ctypes.string_at(address, LONGEST_INSTRUCTION), ISA).size()
+            address += decode_inst(ctypes.string_at(address, LONGEST_INSTRUCTION), self.chip.isa).size()
 
     def compile(self, address):
         """Compile the instruction at an address, and find those after it whose kind is known by then."""
@@ -589,13 +631,13 @@ class Program:
         instruction = Instruction(function, tuple(range(6)))
         if not function:
             try:
-                program, runtime, needed = runner_of(inst, address)
+                program, runtime, needed = runner_of(inst, address, self.chip.isa)
             except RuntimeError as error:  # of tinygrad, which does not know everything
                 raise NotImplementedError(f"{inst!r} is not emulated: {error}") from error
             mask |= needed
             instruction.function, instruction.buffers[: len(program.arg.globals)] = runtime.addr, program.arg.globals
-            instruction.is_barrier = isinstance(inst, cdna.SOPP) and inst.op in emu._BARRIER_OPS
-        kind = Kind(instruction, inst.size(), inst.op.name)
+            instruction.barrier = BARRIERS.get(name_of(inst), 0)
+        kind = Kind(instruction, inst.size(), name_of(inst))
         self.kinds[inst._raw >> 26 & 63][mask][inst._raw & mask] = kind
         return kind
 
@@ -652,7 +694,7 @@ class Machine:
         self.waves = [wave_of(self.arch, index) for index in range(n_waves)]
         for wave in self.waves:
             wave.take_scratch(code.scratch_bytes)
-        scalar = first_registers(user_registers, code.entry, code.scratch_bytes, poison)
+        scalar = first_registers(program.chip, user_registers, code.entry, code.scratch_bytes, poison)
         lds = lds_of(max(lds_bytes, code.lds_bytes))
         self.group = Workgroup(program, self.waves, lds, scalar, self.random.getrandbits(64), poison)
         workgroups = list(itertools.product(*map(range, grid)))
@@ -664,8 +706,11 @@ class Machine:
         for cohort in cohorts:
             memory.fill(before) if before else None
             for workgroup in cohort:
-                position = [n for axis, n in enumerate(workgroup) if code.rsrc2 >> 7 + axis & 1]
-                scalar[len(user_registers) : len(user_registers) + len(position)] = position
+                if program.chip.isa == "rdna4":
+                    scalar[X], scalar[YZ] = workgroup[0], workgroup[1] | workgroup[2] << 16
+                else:
+                    position = [n for axis, n in enumerate(workgroup) if code.rsrc2 >> 7 + axis & 1]
+                    scalar[len(user_registers) : len(user_registers) + len(position)] = position
                 self.group.start()
                 self.run_workgroup(workgroup)
             for content, old, now in zip(after, before, memory.copies, strict=False):
@@ -706,11 +751,11 @@ class Machine:
         if not program.holds(address):
             raise Fault(f"{self.where(workgroup)} leaves its code")
         inst = program.decode(address)
-        if inst.op.name not in IN_PYTHON:
+        if name_of(inst) not in IN_PYTHON:
             program.compile(address)
             return
         if address not in program.in_python:
-            program.in_python[address] = IN_PYTHON[inst.op.name](inst)
+            program.in_python[address] = IN_PYTHON[name_of(inst)](inst)
         program.in_python[address](wave)
         wave.program_counter = address + inst.size()
         self.group.turn -= 1

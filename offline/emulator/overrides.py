@@ -1,6 +1,6 @@
-"""Replace what tinygrad's emulator does otherwise than the chips of CDNA; its files stay as they are.
+"""Replace what tinygrad's emulator does otherwise than the chips of CDNA and RDNA; its files stay as they are.
 
-Whole instructions that it lacks, or executes wrongly or slowly, are in instructions.c and in machine.IN_PYTHON. Here
+Whole instructions that it lacks, or executes wrongly or slowly, are in cdna.c, rdna.c and in machine.IN_PYTHON. Here
 are functions and tables of `test.mockgpu.amd.emu`, each with the reason.
 """
 
@@ -8,8 +8,11 @@ import re
 
 from test.mockgpu.amd import emu
 from tinygrad.dtype import AddrSpace, dtypes
+from tinygrad.renderer import amd
 from tinygrad.renderer.amd.dsl import EXEC_LO, VCC_LO
 from tinygrad.runtime.autogen.amd.cdna import ins as cdna
+from tinygrad.runtime.autogen.amd.rdna3 import ins as rdna3
+from tinygrad.runtime.autogen.amd.rdna4 import ins as rdna4
 from tinygrad.uop.ops import UOp
 
 LDS_WORDS = 160 * 1024 // 4  # of gfx950; tinygrad has 64 KiB
@@ -38,14 +41,15 @@ class ActiveLds:
 class Context(emu._Ctx):
     """What tinygrad knows while it compiles an instruction, and in addition the lane at hand and which lanes write.
 
-    written: a bool of the lane, which DPP sets; None: all that are active write.
+    written: a bool of the lane, which DPP sets; None: all that are active write. literal: what an operand is whose
+    number is that of a literal, where tinygrad does not say it.
     """
 
-    __slots__ = ("lane", "written")
+    __slots__ = ("lane", "literal", "written")
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.written = None
+        self.literal = self.written = None
 
     @property
     def lds(self):
@@ -61,20 +65,33 @@ class Context(emu._Ctx):
             exec_mask = self.written.where(exec_mask, UOp.const(0, exec_mask.dtype))
         return super().wvgpr_dyn(reg, lane, val, exec_mask, after)
 
+    def rsrc_dyn(self, off, lane, bits=32, literal=None, is_f64=False, do_cast=True):
+        return super().rsrc_dyn(off, lane, bits, self.literal if literal is None else literal, is_f64, do_cast)
+
+    def compile_lane_pcode(self, op, inst):
+        """v_permlane16, v_permlanex16 and others: on RDNA the lanes to read may be a literal."""
+        self.literal = self.optional_field(inst, "literal")
+        return super().compile_lane_pcode(op, inst)
+
 
 def dpp_source(lane, dpp, row_mask, bank_mask, wave_size):
     """Return (the lane read from, whether the masks enable the lane, whether that source exists).
 
-    row_bcast:15 and :31 copy the last lane of the rows before, row_newbcast lane n of each row. tinygrad copies lane 0
-    of the row for the former and does not know the latter.
+    row_bcast:15 and :31 copy the last lane of the rows before, row_newbcast lane n of each row; RDNA calls the latter
+    row_share, and has in addition row_xmask, lane l ^ n. tinygrad copies lane 0 of the row for the first, does not know
+    the second, and takes the third for row_share.
     """
     operation, argument = emu.decode_dpp16(dpp)
-    if operation not in ("row_bcast", "row_newbcast"):
+    if wave_size == 32 and dpp & 0x1F0 == 0x160:
+        operation = "row_xmask"
+    if operation not in ("row_bcast", "row_newbcast", "row_xmask"):
         return tinygrad_dpp_source(lane, dpp, row_mask, bank_mask, wave_size)
     row_mirror = 0x140  # any other: the masks do not depend on it
     _, enabled, _ = tinygrad_dpp_source(lane, row_mirror, row_mask, bank_mask, wave_size)
     lane = lane.cast(dtypes.int)
     row = lane & number(~15)
+    if operation == "row_xmask":
+        return lane ^ number(argument), enabled, UOp.const(True)
     if operation == "row_newbcast":
         return row + number(argument), enabled, UOp.const(True)
     return (row - number(1) if argument == 15 else number(31)), enabled, number(argument) < lane
@@ -84,11 +101,14 @@ def load_dpp(context, inst, lane, fallback):
     """Return the operand that DPP reads from another lane.
 
     The destination may be the source, so all lanes are read before one is written. A lane that a mask disables, or
-    whose source does not exist, is not written unless bound_ctrl gives it 0. tinygrad writes every lane at once.
+    whose source does not exist, is not written unless bound_ctrl gives it 0. On RDNA a source that EXEC switches off
+    does not exist unless `fi` is set. tinygrad writes every lane at once.
     """
     has_zeros = emu._iattr(inst, "bc")
     masks = emu._iattr(inst, "row_mask", 15), emu._iattr(inst, "bank_mask", 15)
     source, enabled, exists = emu._dpp16_ctrl(lane, emu._iattr(inst, "dpp"), *masks, context.wave_size)
+    if context.wave_size == 32 and not emu._iattr(inst, "fi"):
+        exists &= emu._lane_active(context.rexec(), exists.where(source, number(0)))
     before = UOp.placeholder((context.wave_size,), dtypes.uint32, slot=0, addrspace=AddrSpace.LOCAL)
     every = UOp.range(context.wave_size, 0, dtype=dtypes.int)
     held = context.rvgpr_dyn(context.inst_field(type(inst).vsrc0), every)
@@ -153,16 +173,46 @@ def compile_vopc(inst, context, **modifiers):
     return UOp.sink(*stores, *context.inc_pc())
 
 
+def compile_vop3p(inst, context):
+    """Packed instructions. The sum or difference of whole halves may be clamped to their range; tinygrad wraps it."""
+    match = re.fullmatch("V_PK_(ADD|SUB)_([IU])16", emu._op_name(inst))
+    if not match or not emu._iattr(inst, "clmp"):
+        return tinygrad_vop3p(inst, context)
+    kind, lane, literal = type(inst), context.range(), context.optional_field(inst, "literal")
+    operation, is_signed = match[1], match[2] == "I"
+    selected = [(emu._iattr(inst, "opsel"), emu._iattr(inst, "opsel_hi")), (0, 16)]
+    offsets = [context.inst_field(field) for field in (kind.src0, kind.src1)]
+    operands = [context.rsrc_dyn(offset, lane, 16, literal, do_cast=False) for offset in offsets]
+    result = UOp.const(0, dtypes.uint32)
+    for bits, shift in zip(*selected, strict=True):
+        first, second = (half_of(x, bits >> i & 1, is_signed) for i, x in enumerate(operands))
+        exact = first - second if operation == "SUB" else first + second
+        least, most = (-(2**15), 2**15 - 1) if is_signed else (0, 2**16 - 1)
+        half = exact.maximum(number(least)).minimum(number(most)) & number(0xFFFF)
+        result |= half.cast(dtypes.uint32) << UOp.const(shift, dtypes.uint32)
+    store = context.wvgpr_dyn(context.inst_field(kind.vdst), lane, result, context.rexec())
+    return UOp.sink(store.end(lane), *context.inc_pc())
+
+
+def half_of(word, is_high, is_signed):
+    """Return half of a word as an int."""
+    half = (word >> UOp.const(16 * is_high, dtypes.uint32)).cast(dtypes.uint16)
+    return (half.bitcast(dtypes.int16) if is_signed else half).cast(dtypes.int)
+
+
 CDNA_VOP = cdna.VOP1, cdna.VOP2, cdna.VOP1_DPP16, cdna.VOP2_DPP16
 tinygrad_dpp_source, tinygrad_vop12, tinygrad_vopc = emu._dpp16_ctrl, emu._compile_vop12, emu._compile_vopc
+tinygrad_vop3p = emu._compile_vop3p
 REPLACED = {
     "_Ctx": Context,
     "_dpp16_ctrl": dpp_source,
     "_load_dpp16_src0": load_dpp,
     "_compile_vop12": compile_vop12,
     "_compile_vopc": compile_vopc,
+    "_compile_vop3p": compile_vop3p,
 }
-HANDLERS = {tinygrad_vop12: compile_vop12, tinygrad_vopc: compile_vopc}
+HANDLERS = {tinygrad_vop12: compile_vop12, tinygrad_vopc: compile_vopc, tinygrad_vop3p: compile_vop3p}
+FORMATS = {"rdna3": rdna3.MUBUF, "rdna4": rdna4.VBUFFER}  # buffers, which tinygrad decodes on CDNA alone
 
 
 def apply():
@@ -171,3 +221,5 @@ def apply():
         setattr(emu, name, function)
     for kind, handler in emu._INST_HANDLERS.items():
         emu._INST_HANDLERS[kind] = HANDLERS.get(handler, handler)
+    for isa, kind in FORMATS.items():
+        amd._load_formats()[isa].insert(0, kind)

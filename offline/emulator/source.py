@@ -14,8 +14,8 @@ from unittest import mock
 REPOSITORY = "https://github.com/tinygrad/tinygrad"
 COMMIT = "a9069c177a9da9cca18593edf55acd2e6073cca6"
 PARTS = ("tinygrad", "test")  # the folders that are used
-EMULATOR = ("test/mockgpu/amd", "test/amd/helpers.py", "tinygrad/renderer/amd", "tinygrad/runtime/autogen/amd/cdna")
-DIGEST = "1dcfa9e7583c252472b41a5b15bd05acaaea3a99f490c6e0da1472f756df4747"  # of the emulator's files at this commit
+EMULATOR = ("test/mockgpu/amd", "test/amd/helpers.py", "tinygrad/renderer/amd", "tinygrad/runtime/autogen/amd")
+DIGEST = "e28650014931f2407e82ba12ddf46043f63249f1824ed1648fc4854501192ce2"  # of the emulator's files at this commit
 FOLDER = Path(__file__).parents[2] / ".emulator"
 
 

@@ -9,7 +9,8 @@
 #endif
 
 /* As in machine.py. */
-enum { REGISTERS = 256, PROGRAM_COUNTER = 256, MOST_WAVES = 16 };
+enum { REGISTERS = 256, PROGRAM_COUNTER = 256, MOST_WAVES = 32 };
+enum { SIGNALS = 1, WAITS = 2 }; /* parts of a barrier, which are one instruction or two */
 enum outcome { ENDED, NOT_COMPILED, FAULT, LANES_DISAGREE, DROPPED, ENDLESS, BESIDE_LDS, BESIDE_SCRATCH };
 
 /* nbytes at an address, between spare bytes from `begin` on and up to a multiple of 16, all filled with `byte`. */
@@ -22,13 +23,14 @@ struct memory {
 struct instruction {
     void (*function)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
     uint8_t buffers[6]; /* which of the wave's buffers are its arguments; too many do no harm */
-    uint8_t is_barrier;
+    uint8_t barrier;
 };
 
 struct wave {
     uint64_t buffers[6]; /* as tinygrad numbers them: scalar and vector registers, memory, LDS, scratch, accumulation */
     struct memory *scratch;
     uint8_t saturates, flushes; /* what MODE says of FP8 that is too large, and of subnormal fp32 */
+    uint32_t signals;           /* to how many barriers it has come */
 };
 
 struct workgroup {
@@ -37,9 +39,10 @@ struct workgroup {
     const uint32_t *scalar;            /* with which each wave starts */
     struct memory *lds;
     struct wave *waves[MOST_WAVES];
-    int32_t n_waves;
-    uint32_t running, waiting; /* a bit for each wave; those that wait are at a barrier */
+    int32_t n_waves, lanes;
+    int32_t wave_number;       /* the scalar register that has it from bit 25 on, -1 if there is none */
     int32_t current, turn;     /* a wave, and how many instructions it still executes before another one is chosen */
+    uint64_t running, waiting; /* a bit for each wave; those that wait are at a barrier */
     int64_t left;              /* instructions, until the workgroup is taken not to end */
     uint64_t random;
     uint64_t fault; /* the address that was touched last without permission */
@@ -106,16 +109,18 @@ void start(struct workgroup *group) {
     for (int index = 0; index < group->n_waves; index++) {
         struct wave *wave = group->waves[index];
         uint32_t *vector = (uint32_t *)wave->buffers[1];
-        memcpy((void *)wave->buffers[0], group->scalar, SCALARS * sizeof(uint32_t));
-        memset(vector, group->poison, REGISTERS * LANES * sizeof(uint32_t));
-        memset((void *)wave->buffers[5], group->poison, REGISTERS * LANES * sizeof(uint32_t));
-        for (int lane = 0; lane < LANES; lane++) vector[lane] = LANES * index + lane;
+        uint32_t *scalar = (uint32_t *)wave->buffers[0];
+        memcpy(scalar, group->scalar, SCALARS * sizeof(uint32_t));
+        if (group->wave_number >= 0) scalar[group->wave_number] = index << 25;
+        memset(vector, group->poison, REGISTERS * group->lanes * sizeof(uint32_t));
+        memset((void *)wave->buffers[5], group->poison, REGISTERS * group->lanes * sizeof(uint32_t));
+        for (int lane = 0; lane < group->lanes; lane++) vector[lane] = group->lanes * index + lane;
         fill(wave->scratch, group->poison);
         wave->buffers[3] = (uint64_t)group->lds->address;
         wave->buffers[4] = (uint64_t)wave->scratch->address;
-        wave->saturates = 0, wave->flushes = group->flushes;
+        wave->saturates = 0, wave->flushes = group->flushes, wave->signals = 0;
     }
-    group->running = (1u << group->n_waves) - 1;
+    group->running = UINT64_MAX >> (64 - group->n_waves);
     group->waiting = group->turn = 0;
 }
 
@@ -124,21 +129,39 @@ static uint32_t random_below(struct workgroup *group, uint32_t n) { /* a linear 
     return (group->random >> 32) % n;
 }
 
-/* Gives a turn to one of the waves that run; if all the others have ended, to one of those at the barrier. */
+/* Lets the waves go on that wait at a barrier to which all have come that have not ended. */
+static void release(struct workgroup *group) {
+    uint32_t least = UINT32_MAX;
+    for (int index = 0; index < group->n_waves; index++)
+        if ((group->running | group->waiting) >> index & 1 && group->waves[index]->signals < least)
+            least = group->waves[index]->signals;
+    for (int index = 0; index < group->n_waves; index++)
+        if (group->waiting >> index & 1 && group->waves[index]->signals <= least) {
+            group->waiting &= ~(1ull << index);
+            group->running |= 1ull << index;
+        }
+}
+
+/* Ends the turn of the current wave, which has ended or waits at a barrier. */
+static void stop(struct workgroup *group, int waits) {
+    uint64_t current = 1ull << group->current;
+    group->running &= ~current;
+    group->waiting |= waits ? current : 0;
+    group->turn = 0;
+    release(group);
+}
+
+/* Gives a turn to one of the waves that run. */
 static void choose(struct workgroup *group) {
-    if (!group->running) {
-        group->running = group->waiting;
-        group->waiting = 0;
-    }
-    uint32_t others = group->running;
-    for (int skipped = random_below(group, __builtin_popcount(others)); skipped; skipped--) others &= others - 1;
-    group->current = __builtin_ctz(others);
+    uint64_t others = group->running;
+    for (int skipped = random_below(group, __builtin_popcountll(others)); skipped; skipped--) others &= others - 1;
+    group->current = __builtin_ctzll(others);
     group->turn = turns[random_below(group, sizeof turns / sizeof *turns)];
     group->left -= group->turn;
 }
 
 static enum outcome run_waves(struct workgroup *group, uint64_t control) {
-    while (group->running | group->waiting) {
+    while (group->running) {
         if (!group->turn) choose(group);
         if (group->left < 0) return ENDLESS;
         struct wave *wave = group->waves[group->current];
@@ -149,8 +172,7 @@ static enum outcome run_waves(struct workgroup *group, uint64_t control) {
             uint64_t program_counter = scalar[PROGRAM_COUNTER] | (uint64_t)scalar[PROGRAM_COUNTER + 1] << 32;
             uint64_t offset = program_counter - group->begin;
             if (program_counter == UINT64_MAX) {
-                group->running &= ~(1u << group->current);
-                group->turn = 0;
+                stop(group, 0);
                 break;
             }
             if (offset >= group->nbytes || !group->program[offset / 4].function) return NOT_COMPILED;
@@ -158,10 +180,10 @@ static enum outcome run_waves(struct workgroup *group, uint64_t control) {
             const uint8_t *b = next->buffers;
             group->turn--;
             next->function(buffers[b[0]], buffers[b[1]], buffers[b[2]], buffers[b[3]], buffers[b[4]], buffers[b[5]]);
-            if (next->is_barrier) {
-                group->running &= ~(1u << group->current);
-                group->waiting |= 1u << group->current;
-                group->turn = 0;
+            if (next->barrier) {
+                wave->signals += next->barrier & SIGNALS;
+                if (next->barrier & WAITS) stop(group, 1);
+                else release(group);
             }
         }
     }

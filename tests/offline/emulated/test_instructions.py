@@ -1,11 +1,11 @@
-"""Instructions that machine.py executes in Python, beside their definition."""
+"""Instructions of CDNA that machine.py executes in Python, beside their definition."""
 
 import math
 
 import pytest
 import torch
 
-from tests.offline.selection import EMULATED, needs_fp8, only_emulated
+from tests.offline.selection import EMULATED, needs_fp8, only_cdna
 from tiny_llama import fp8
 
 if EMULATED:
@@ -13,10 +13,10 @@ if EMULATED:
     from tinygrad.renderer.amd.dsl import s, v
     from tinygrad.runtime.autogen.amd.cdna import ins as cdna
 
-    from offline.emulator import LANES
-    from offline.emulator.machine import EXEC, FP16_OVFL, IN_PYTHON, ISA, SCALARS, Wave
+    from offline.emulator.machine import EXEC, FP16_OVFL, IN_PYTHON, Wave, scalars_of
 
-pytestmark = [only_emulated, needs_fp8]
+pytestmark = [only_cdna, needs_fp8]
+LANES = 64
 FORMATS = fp8.FNUZ if EMULATED == "gfx942" else fp8.OCP
 CONVERSIONS = {  # {name of the instruction: what it rounds to}
     "v_cvt_pk_fp8_f32": FORMATS.forward, "v_cvt_pk_bf8_f32": FORMATS.gradient,
@@ -27,13 +27,13 @@ CONVERSIONS = {  # {name of the instruction: what it rounds to}
 @pytest.fixture
 def wave():
     wave = Wave(EMULATED)
-    wave.scalar[:] = SCALARS
+    wave.scalar[:] = scalars_of(LANES)
     return wave
 
 
 def execute(wave, name, *operands, **fields):
     """Executes an instruction, from its machine code."""
-    inst = decode_inst(getattr(cdna, name)(*operands, **fields).to_bytes().ljust(16, b"\0"), ISA)
+    inst = decode_inst(getattr(cdna, name)(*operands, **fields).to_bytes().ljust(16, b"\0"), "cdna")
     IN_PYTHON[inst.op.name](inst)(wave)
 
 

@@ -1,4 +1,4 @@
-"""Instructions in instructions.c and overrides.py, one by one, beside their definition in numpy."""
+"""Instructions of CDNA in cdna.c and overrides.py, one by one, beside their definition in numpy."""
 
 import ctypes
 import itertools
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.offline.selection import EMULATED, needs_fp8, only_emulated
+from tests.offline.emulated import one_wave
+from tests.offline.emulated.one_wave import Code, Words, run, words_of, workgroup_of
+from tests.offline.selection import EMULATED, needs_fp8, only_cdna
 from tiny_llama import fp8
 
 if EMULATED:
@@ -18,8 +20,6 @@ if EMULATED:
     from tinygrad.runtime.autogen.amd.cdna import ins as cdna
 
     from offline import emulator
-    from offline.emulator import LANES
-    from offline.emulator.code_object import CodeObject
     from offline.emulator.machine import (
         EXEC,
         POISON,
@@ -28,72 +28,12 @@ if EMULATED:
         Machine,
         Program,
         TensorMemory,
-        Wave,
-        Workgroup,
-        first_registers,
-        hold_to,
     )
 
-pytestmark = only_emulated
+pytestmark = only_cdna
+wave, LANES = one_wave.wave, 64
 LANE = np.arange(64)
 A, B, C, D = 8, 24, 40, 72  # the first registers of the operands
-
-
-class Code:
-    """Machine code in memory, as CodeObject has it: a kernel with its arguments in s[0:1] and its workgroup in s2."""
-
-    name = "instructions"
-    lds_bytes = scratch_bytes = preloaded_words = preload_offset = flushes_denormals = 0
-    properties, user_registers = 8, CodeObject.user_registers if EMULATED else None
-    n_user_registers, rsrc2 = 2, 1 << 7
-
-    def __init__(self, instructions):
-        text = b"".join(inst.to_bytes() for inst in [*instructions, cdna.s_endpgm()])
-        self.held = ctypes.create_string_buffer(text + bytes(16))
-        self.begin = self.entry = ctypes.addressof(self.held)
-        self.nbytes = len(text)
-
-    def line_of(self, address):
-        return ""
-
-
-@pytest.fixture
-def wave():
-    wave = Wave(EMULATED)
-    wave.take_scratch(0)
-    workgroup_of(wave, Program(Code([]), EMULATED)).start()
-    return wave
-
-
-def workgroup_of(wave, program, lds=None):
-    scalar = first_registers([], program.code.begin, 0, POISON)
-    return Workgroup(program, [wave], lds or GuardedMemory(0), scalar, 1, POISON)
-
-
-def run(wave, *instructions, lds=None):
-    """Run instructions on the registers that the wave has."""
-    machine = Machine(EMULATED, 0)
-    machine.program, machine.waves = Program(Code(instructions), EMULATED), [wave]
-    machine.group = workgroup_of(wave, machine.program, lds)
-    machine.group.running, machine.group.left = 1, 1000
-    wave.program_counter = machine.program.code.begin
-    wave.buffers[3] = machine.group.lds.contents.address
-    hold_to(EMULATED, [lds] if lds else [])
-    machine.run_workgroup((0, 0, 0))
-
-
-class Words(tuple):
-    """An instruction as its 32-bit words."""
-
-    def __new__(cls, *words):
-        return super().__new__(cls, words)
-
-    def to_bytes(self):
-        return np.array(self, np.uint32).tobytes()
-
-
-def words_of(array):
-    return np.ascontiguousarray(array).view(np.uint32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,8 +63,8 @@ def codes(values, kind):
 
 
 def products():
-    """(name, M, K, type of A, type of B) of each function in instructions.c that gfx942 or gfx950 has."""
-    text = (Path(__file__).parents[3] / "offline/emulator/instructions.c").read_text()
+    """(name, M, K, type of A, type of B) of each function in cdna.c that gfx942 or gfx950 has."""
+    text = (Path(__file__).parents[3] / "offline/emulator/cdna.c").read_text()
     for name in re.findall(r"^MFMA\((\w+),", text, flags=re.M):
         m, k, kinds = re.fullmatch(r"[fi]32_(\d+)x\d+x(\d+)_(\w+)", name).groups()
         first, _, second = kinds.partition("_")

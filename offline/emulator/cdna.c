@@ -1,38 +1,5 @@
-/* Instructions that tinygrad does not execute as the chips do, or slowly: each function has an instruction's name.
-
-The arguments are a wave's buffers, as tinygrad numbers them. Scalar registers 128 to 255 hold the inline constants, 256
-and 257 the program counter, so that what is not a vector register is an entry of one array. */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __SSE__
-#include <xmmintrin.h>
-#endif
-
-enum { EXEC = 126, M0 = 124, PROGRAM_COUNTER = 256, VECTOR = 256 };
-#define ARGUMENTS uint32_t *scalar, uint32_t *vector, uint8_t *memory, uint8_t *lds, uint8_t *scratch, uint32_t *accumulator
-#define PASSED scalar, vector, memory, lds, scratch, accumulator
-#define INSTRUCTION(name) void name(ARGUMENTS)
-
-typedef uint32_t registers[LANES]; /* one register of all lanes */
-
-static uint64_t word_at(const uint32_t *scalar) {
-    uint64_t word;
-    memcpy(&word, (void *)(scalar[PROGRAM_COUNTER] | (uint64_t)scalar[PROGRAM_COUNTER + 1] << 32), 8);
-    return word;
-}
-
-static void go_on(uint32_t *scalar, uint32_t nbytes) { /* those of the instruction */
-    scalar[PROGRAM_COUNTER + 1] += scalar[PROGRAM_COUNTER] > UINT32_MAX - nbytes;
-    scalar[PROGRAM_COUNTER] += nbytes;
-}
-
-static int is_active(const uint32_t *scalar, int lane) { return scalar[EXEC + lane / 32] >> lane % 32 & 1; }
-static uint32_t field(uint64_t word, int low, int bits) { return word >> low & ((1u << bits) - 1); }
-
-static uint32_t operand(const uint32_t *scalar, const uint32_t *vector, uint32_t number, int lane) {
-    return number < VECTOR ? scalar[number] : vector[(number - VECTOR) * LANES + lane];
-}
+/* Instructions of CDNA: see instructions.h. */
+#include "instructions.h"
 
 /* ---------------------------------------------------------------------------------------------------------------------
    v_perm_b32: each byte of the result is one of eight, the sign of one, 0 or 255. */
@@ -62,56 +29,6 @@ INSTRUCTION(v_perm_b32_e64) {
    Matrix products D = A B + C of M x K and K x M numbers. Lane l holds row l % M of A, or column l % M of B, and of each
    the elements of k from l / M * PER_LANE on; it may hold them in accumulation registers. All lanes take part, whatever
    EXEC says. Products are added in the order of k, each sum rounded to fp32. */
-
-enum type { F32, XF32, F16, BF16, FP8, BF8, I8 };
-
-static float bits_as_float(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
-static uint32_t float_as_bits(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
-
-/* A number of 1 + exponent_bits + mantissa_bits, with the bias of IEEE, and one more where FNUZ types are in use. */
-static float narrow(uint32_t code, int exponent_bits, int mantissa_bits) {
-    int is_fp8 = exponent_bits + mantissa_bits == 7, is_fnuz = FP8_FNUZ && is_fp8;
-    int bias = (1 << (exponent_bits - 1)) - 1 + is_fnuz, highest = (1 << exponent_bits) - 1;
-    int exponent = code >> mantissa_bits & highest, mantissa = code & ((1 << mantissa_bits) - 1);
-    float sign = code >> (exponent_bits + mantissa_bits) & 1 ? -1 : 1;
-    if (is_fnuz && code == 0x80) return NAN;
-    if (!is_fnuz && exponent == highest && exponent_bits > 2) { /* numbers of 4 bits are all finite */
-        if (!is_fp8 || exponent_bits == 5) return mantissa ? NAN : sign * INFINITY;
-        if (mantissa == 7) return NAN; /* e4m3 has no infinity */
-    }
-    if (!exponent) return sign * ldexpf(mantissa, 1 - bias - mantissa_bits);
-    return sign * ldexpf(mantissa | 1 << mantissa_bits, exponent - bias - mantissa_bits);
-}
-
-static float half_as_float(uint32_t half, enum type type) {
-    return type == F16 ? narrow(half, 5, 10) : bits_as_float(half << 16);
-}
-
-static int per_register(enum type type) { return type <= XF32 ? 1 : type <= BF16 ? 2 : 4; }
-
-static float number_of(uint32_t word, enum type type, int index) {
-    uint32_t half = word >> 16 * (index & 1) & 0xFFFF, byte = word >> 8 * (index & 3) & 255;
-    switch (type) {
-    case F32: return bits_as_float(word);
-    case XF32: /* 10 bits of mantissa */
-        if (isnan(bits_as_float(word))) return NAN;
-        return bits_as_float((word + 0xFFF + (word >> 13 & 1)) & 0xFFFFE000);
-    case F16:
-    case BF16: return half_as_float(FLUSHES_16_BIT && !(half & (type == F16 ? 0x7C00 : 0x7F80)) ? 0 : half, type);
-    case FP8: return narrow(byte, 4, 3);
-    case BF8: return narrow(byte, 5, 2);
-    default: return (int8_t)byte;
-    }
-}
 
 static inline __attribute__((always_inline)) void multiply(uint32_t *scalar, uint32_t *vector, uint32_t *accumulator,
                                                            const int M, const int K, enum type a_type,
@@ -202,72 +119,19 @@ F8F6F4(v_mfma_f32_32x32x64_f8f6f4, 32, 64)
 F8F6F4(v_mfma_f32_16x16x128_f8f6f4, 16, 128)
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   Memory and LDS, at any address: compilers rely on no alignment. A buffer's addresses are a base in four scalar registers
-   plus offsets. What ends after the buffer's size reads as 0 and is not written, each word of a longer access by itself.
-   Indices and swizzling are refused by machine.py. */
-
-/* Memory that is accessed by its own bytes alone, not by all of the pages that hold it. */
-struct extent {
-    uint64_t first, last; /* its bytes, the last one excluded */
-    uint64_t begin, end;  /* the pages */
-};
-static const struct extent everything = {0, UINT64_MAX, 0, UINT64_MAX}, *extents, *recent = &everything;
-static int n_extents;
-enum { FAULT = 2, LANES_DISAGREE, DROPPED };           /* as in wave.c */
-static void (*fault_at)(uint64_t address, int outcome); /* of wave.c */
-
-void hold_to(const struct extent *held, int count, void (*fault)(uint64_t, int)) { /* to none: all may be accessed */
-    fault_at = fault;
-    extents = held;
-    n_extents = count;
-    recent = count ? held : &everything;
-}
-
-static void require_within(const uint8_t *at, uint64_t nbytes) {
-    uint64_t first = (uint64_t)at, last = first + nbytes;
-    if (first >= recent->first && last <= recent->last) return;
-    for (const struct extent *each = extents; each < extents + n_extents; each++) {
-        if (last <= each->begin || first >= each->end) continue;
-        if (first < each->first) fault_at(first, FAULT);
-        if (last > each->last) fault_at(first > each->last ? first : each->last, FAULT);
-        recent = each;
-    }
-}
-
-struct access {
-    uint64_t word;
-    uint32_t *given, *returned; /* the first register that is read, or written */
-    uint8_t *at;
-    int64_t offset; /* of the instruction */
-    uint64_t left;  /* bytes of the buffer from there on */
-};
-
-#define REACH struct access *access, int lane, ARGUMENTS
-#define REACHED &access, lane, PASSED
+   Memory and LDS */
 
 static uint32_t *data_of(uint64_t word, int at, int lane, uint32_t *vector, uint32_t *accumulator) {
     return (word >> 55 & 1 ? accumulator : vector) + field(word, at, 8) * LANES + lane;
 }
 
-enum { WHOLE_POINTER = 0x7FFFFFF0 };
-
-/* Whether the lane is active; then access is where it goes. */
 static int reach_buffer(REACH) {
     uint64_t word = access->word = word_at(scalar);
     access->given = access->returned = data_of(word, 40, lane, vector, accumulator);
-    const uint32_t *descriptor = scalar + 4 * field(word, 48, 5);
-    uint64_t base = descriptor[0] | (uint64_t)(descriptor[1] & 0xFFFF) << 32;
+    access->offset = field(word, 0, 12), access->nbytes = 8;
     uint64_t offset = word >> 12 & 1 ? vector[field(word, 32, 8) * LANES + lane] : 0;
-    access->offset = field(word, 0, 12);
     offset += access->offset + (uint64_t)scalar[word >> 56];
-    access->left = offset < descriptor[2] ? descriptor[2] - offset : 0;
-    /* A sum of whole numbers: of pointers a compiler may take for granted that memory, which is 0, is none. */
-    access->at = (uint8_t *)((uint64_t)memory + base + offset);
-    if (!is_active(scalar, lane)) return 0;
-    /* Triton makes buffers of this size of pointers, and takes all offsets for positive. INT_MIN is that of no access. */
-    if (descriptor[2] >= WHOLE_POINTER && (int32_t)offset < 0 && (int32_t)offset >= -WHOLE_POINTER / 2)
-        fault_at((uint64_t)memory + base + (uint64_t)(int32_t)offset, DROPPED);
-    return 1;
+    return reach_by_descriptor(access, lane, scalar, memory, field(word, 48, 5) * 4, offset);
 }
 
 static int reach_global(REACH) { /* flat accesses, too, which have no scalar base; what they reach is global memory */
@@ -279,69 +143,9 @@ static int reach_global(REACH) { /* flat accesses, too, which have no scalar bas
     uint64_t at = *low;
     at |= base < 0x7F ? 0 : (uint64_t)low[LANES] << 32;
     at += base < 0x7F ? scalar[base] | (uint64_t)scalar[base + 1] << 32 : 0;
-    access->at = (uint8_t *)((uint64_t)memory + at + access->offset), access->left = UINT64_MAX;
+    access->at = (uint8_t *)((uint64_t)memory + at + access->offset), access->left = UINT64_MAX, access->nbytes = 8;
     return is_active(scalar, lane);
 }
-
-static int reach_lds(REACH) {
-    uint64_t word = access->word = word_at(scalar);
-    uint32_t *registers_of = word >> 25 & 1 ? accumulator : vector;
-    access->given = registers_of + field(word, 40, 8) * LANES + lane;
-    access->returned = registers_of + field(word, 56, 8) * LANES + lane;
-    access->offset = field(word, 0, 16), access->left = UINT64_MAX;
-    access->at = lds + vector[field(word, 32, 8) * LANES + lane] + access->offset;
-    return is_active(scalar, lane);
-}
-
-enum part { WHOLE, LOW, HIGH }; /* of a register that a byte or a half goes to, or comes from */
-
-/* goes_to_lds: whether the data go there, lane after lane from M0 on, and not into registers */
-#define LOAD(name, reach, goes_to_lds, type, count, part) \
-    INSTRUCTION(name) { \
-        struct access access; \
-        for (int lane = 0; lane < LANES; lane++) { \
-            if (!reach(REACHED)) continue; \
-            type read[count] = {0}; \
-            for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) { \
-                require_within(access.at + i * sizeof(type), sizeof(type)); \
-                memcpy(read + i, access.at + i * sizeof(type), sizeof(type)); \
-            } \
-            if (goes_to_lds) { \
-                uint8_t *to = lds + (scalar[M0] & 0x3FFFF) + access.offset + lane * sizeof read; \
-                require_within(to, sizeof read); \
-                memcpy(to, read, sizeof read); \
-                continue; \
-            } \
-            for (int i = 0; i < count; i++) { \
-                uint32_t *held = access.returned + i * LANES; \
-                *held = part == WHOLE  ? (uint32_t)read[i] \
-                        : part == LOW ? (*held & 0xFFFF0000) | ((uint32_t)read[i] & 0xFFFF) \
-                                      : (*held & 0xFFFF) | (uint32_t)read[i] << 16; \
-            } \
-        } \
-        go_on(scalar, 8); \
-    }
-
-/* A second pass looks whether the data of each lane have stayed in memory: the chips do not say whose would. */
-#define STORE(name, reach, type, count, part) \
-    INSTRUCTION(name) { \
-        struct access access; \
-        for (int pass = 0; pass < 1 + (reach != reach_lds); pass++) \
-            for (int lane = 0; lane < LANES; lane++) { \
-                if (!reach(REACHED)) continue; \
-                for (int i = 0; i < count && access.left >= (i + 1) * sizeof(type); i++) { \
-                    type written = access.given[i * LANES] >> (part == HIGH ? 16 : 0); \
-                    uint8_t *at = access.at + i * sizeof(type); \
-                    if (pass == 0) { \
-                        require_within(at, sizeof(type)); \
-                        memcpy(at, &written, sizeof(type)); \
-                    } else if (memcmp(at, &written, sizeof(type))) { \
-                        fault_at((uint64_t)at, LANES_DISAGREE); \
-                    } \
-                } \
-            } \
-        go_on(scalar, 8); \
-    }
 
 #define ANYWHERE(which, name, ...) \
     which(buffer_##name, reach_buffer, __VA_ARGS__) \
@@ -403,27 +207,6 @@ STORE(ds_write_b64, reach_lds, uint32_t, 2, WHOLE)
 STORE(ds_write_b96, reach_lds, uint32_t, 3, WHOLE)
 STORE(ds_write_b128, reach_lds, uint32_t, 4, WHOLE)
 
-/* Two places of LDS, at offsets in elements, or in 64 elements. */
-static void move_pair(ARGUMENTS, int words, int stride, int reads) {
-    uint64_t word = word_at(scalar);
-    uint32_t *registers_of = word >> 25 & 1 ? accumulator : vector;
-    for (int lane = 0; lane < LANES; lane++) {
-        if (!is_active(scalar, lane)) continue;
-        uint32_t address = vector[field(word, 32, 8) * LANES + lane];
-        for (int which = 0; which < 2; which++) {
-            uint8_t *at = lds + address + field(word, 8 * which, 8) * 4 * words * stride;
-            uint32_t first = reads ? field(word, 56, 8) + which * words : field(word, 40 + 8 * which, 8);
-            for (int i = 0; i < words; i++) {
-                uint32_t *held = registers_of + (first + i) * LANES + lane;
-                require_within(at + 4 * i, 4);
-                if (reads) memcpy(held, at + 4 * i, 4);
-                else memcpy(at + 4 * i, held, 4);
-            }
-        }
-    }
-    go_on(scalar, 8);
-}
-
 #define PAIR(suffix, words, stride) \
     INSTRUCTION(ds_read2##suffix) { move_pair(PASSED, words, stride, 1); } \
     INSTRUCTION(ds_write2##suffix) { move_pair(PASSED, words, stride, 0); }
@@ -436,31 +219,6 @@ PAIR(st64_b64, 2, 64)
 INSTRUCTION(buffer_inv) { go_on(scalar, 8); }
 INSTRUCTION(buffer_wbl2) { go_on(scalar, 8); }
 
-/* No other workgroup runs at the same time, so a read and a write are atomic. If the bit `returns` is set, the lane gets
-   what was there before. `new` is an expression of old, given and compared, which only cmpswap has. */
-#define ATOMIC(name, reach, returns, type, operands, new) \
-    INSTRUCTION(name) { \
-        struct access access; \
-        for (int lane = 0; lane < LANES; lane++) { \
-            if (!reach(REACHED)) continue; \
-            type old = {0}, given, compared; \
-            uint32_t words[operands * sizeof(type) / 4]; \
-            for (int i = 0; i < (int)(sizeof words / 4); i++) words[i] = access.given[i * LANES]; \
-            memcpy(&given, words, sizeof given); \
-            memcpy(&compared, words + (operands - 1) * sizeof(type) / 4, sizeof compared); \
-            (void)compared; \
-            if (access.left >= sizeof(type)) { \
-                require_within(access.at, sizeof(type)); \
-                memcpy(&old, access.at, sizeof old); \
-                type next = new; \
-                memcpy(access.at, &next, sizeof next); \
-            } \
-            memcpy(words, &old, sizeof old); \
-            for (int i = 0; i < (int)(sizeof(type) / 4) && access.word >> returns & 1; i++) \
-                access.returned[i * LANES] = words[i]; \
-        } \
-        go_on(scalar, 8); \
-    }
 #define ATOMIC_ANYWHERE(name, type, operands, new) \
     ATOMIC(buffer_atomic_##name, reach_buffer, 14, type, operands, new) \
     ATOMIC(global_atomic_##name, reach_global, 16, type, operands, new) \
@@ -484,20 +242,6 @@ ATOMIC_ANYWHERE(add_f64, double, 1, old + given)
 ATOMIC_ANYWHERE(min_f64, double, 1, fmin(old, given))
 ATOMIC_ANYWHERE(max_f64, double, 1, fmax(old, given))
 
-static uint32_t rounded_half(float number, enum type type) { /* to the nearest even */
-    uint32_t bits = float_as_bits(number), sign = bits >> 16 & 0x8000;
-    if (isnan(number)) return type == F16 ? 0x7E00 : 0x7FC0;
-    if (type == BF16) return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    float magnitude = fminf(fabsf(number), 0x1p16f); /* which becomes infinity */
-    int exponent = magnitude < 0x1p-14f ? -14 : ilogbf(magnitude); /* of subnormal numbers that of the smallest normal */
-    return ((uint32_t)rintf(ldexpf(magnitude, 10 - exponent)) + (exponent + 14) * 1024) | sign;
-}
-
-static uint32_t sum_of_halves(uint32_t first, uint32_t second, enum type type) {
-    float low = half_as_float(first & 0xFFFF, type) + half_as_float(second & 0xFFFF, type);
-    float high = half_as_float(first >> 16, type) + half_as_float(second >> 16, type);
-    return rounded_half(low, type) | rounded_half(high, type) << 16;
-}
 ATOMIC_ANYWHERE(pk_add_f16, uint32_t, 1, sum_of_halves(old, given, F16))
 ATOMIC_ANYWHERE(pk_add_bf16, uint32_t, 1, sum_of_halves(old, given, BF16))
 
