@@ -129,9 +129,9 @@ static int reach_buffer(REACH) {
     uint64_t word = access->word = word_at(scalar);
     access->given = access->returned = data_of(word, 40, lane, vector, accumulator);
     access->offset = field(word, 0, 12), access->nbytes = 8;
-    uint64_t offset = word >> 12 & 1 ? vector[field(word, 32, 8) * LANES + lane] : 0;
-    offset += access->offset + (uint64_t)scalar[word >> 56];
-    return reach_by_descriptor(access, lane, scalar, memory, field(word, 48, 5) * 4, offset);
+    uint32_t offset = word >> 12 & 1 ? vector[field(word, 32, 8) * LANES + lane] : 0;
+    offset += access->offset;
+    return reach_by_descriptor(access, lane, scalar, memory, field(word, 48, 5) * 4, offset, scalar[word >> 56]);
 }
 
 static int reach_global(REACH) { /* flat accesses, too, which have no scalar base; what they reach is global memory */

@@ -153,10 +153,12 @@ struct access {
 
 enum { WHOLE_POINTER = 0x7FFFFFF0 };
 
-/* Whether the lane is active; then access is where it goes, by an offset to the base of a buffer. */
+/* Whether the lane is active; then access is where it goes, by two offsets to the base of a buffer. The first is a sum of
+   32 bits: compilers take a part of it, which may be negative, into the instruction. */
 static int reach_by_descriptor(struct access *access, int lane, const uint32_t *scalar, uint8_t *memory, uint32_t at,
-                               uint64_t offset) {
+                               uint32_t offset_of_lane, uint32_t added) {
     const uint32_t *descriptor = scalar + at;
+    uint64_t offset = (uint64_t)offset_of_lane + added;
     uint64_t base = descriptor[0] | (uint64_t)(descriptor[1] & 0xFFFF) << 32;
     access->left = offset < descriptor[2] ? descriptor[2] - offset : 0;
     /* A sum of whole numbers: of pointers a compiler may take for granted that memory, which is 0, is none. */

@@ -138,9 +138,9 @@ static void begin_access(struct access *access, struct place place, int lane, ui
 static int reach_buffer(REACH) {
     struct place place = place_in_buffer(access->word = word_at(scalar), scalar);
     begin_access(access, place, lane, vector);
-    uint64_t offset = place.has_address ? vector[place.address * LANES + lane] : 0;
-    offset += place.offset + (uint64_t)scalar[place.added];
-    return reach_by_descriptor(access, lane, scalar, memory, place.base, offset);
+    uint32_t offset = place.has_address ? vector[place.address * LANES + lane] : 0;
+    offset += place.offset;
+    return reach_by_descriptor(access, lane, scalar, memory, place.base, offset, scalar[place.added]);
 }
 
 static int reach_global(REACH) { /* flat accesses, too: what they reach is global memory */

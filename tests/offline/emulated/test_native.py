@@ -322,6 +322,17 @@ def test_the_end_of_a_buffer(wave, memory):
     assert memory.nonzero()[0].tolist() == [*range(SIZE - 72, SIZE - 64)]
 
 
+def test_offsets_of_a_lane_are_added_in_32_bits(wave, memory):
+    """A compiler splits an offset so that the register holds a negative number. The scalar one is not part of the sum."""
+    wave.vector[A] = 8 - OFFSET & 0xFFFFFFFF
+    run(wave, inst_of("load_dword", 1))
+    assert (wave.vector[D] == memory[72:76].view(np.uint32)).all()
+    wave.vector[A] = -OFFSET - 8 & 0xFFFFFFFF
+    wave.scalar[BASE + 2] = 64
+    run(wave, inst_of("load_dword", 1))
+    assert not wave.vector[D].any()
+
+
 @pytest.mark.parametrize("name, fields", [("load_ushort", dict(lds=1)), ("load_dword", dict(idxen=1))])
 def test_a_buffer_access_that_is_not_emulated_is_named(name, fields, wave, memory):
     with pytest.raises(NotImplementedError, match=f"buffer_{name}.* is not emulated"):

@@ -19,6 +19,7 @@ if FAMILY == "rdna":
     from offline.emulator.machine import EXEC, Fault, GuardedMemory, Machine, Program, TensorMemory
 
     ins = one_wave.ins
+    ADD = ins.s_add_u32 if EMULATED == "gfx1100" else ins.s_add_co_u32
 
 pytestmark = only_rdna
 wave, LANES, LANE = one_wave.wave, 32, np.arange(32)
@@ -143,7 +144,8 @@ def ds_name(kind, name):
 
 def inst_of(where, kind, name, offset):
     """Return an access of the registers from D on, at what the registers from A on hold, plus an offset."""
-    data, address = range_of(v, D, count_of(name)), v[A : A + 1] if where == "flat" else v[A]
+    data = range_of(v, D, count_of(name))
+    address = v[A : A + 1] if where == "flat" or where == "global" and not IS_GFX11 else v[A]
     if where == "ds":
         field = dict(vdst=data) if kind == "load" else dict(data0=data)
         return getattr(ins, ds_name(kind, name))(addr=address, offset0=offset, **field)
@@ -165,11 +167,11 @@ def prepare(wave, memory, where, offset):
     wave.scalar[EXEC] = 0xFFFFFFF0
     if where == "scratch":  # of which each lane has its own part
         wave.take_scratch(64)
-        scratch = wave.scratch.contents
-        wave.scalar[259], wave.buffers[4] = 64, scratch.address
-        scratch.bytes[:] = memory[: len(scratch.bytes)]
+        wave.scalar[259], wave.buffers[4] = 64, wave.scratch.contents.address
+        held = np.ctypeslib.as_array((ctypes.c_uint8 * (64 * LANES)).from_address(wave.buffers[4]))
+        held[:] = memory[: len(held)]
         wave.vector[A] = 11 - offset & 0xFFFFFFFF
-        return 64 * LANE + 11, scratch.bytes, None
+        return 64 * LANE + 11, held, None
     if where == "ds":
         lds = GuardedMemory(1024)
         lds.bytes[:] = memory[:1024]
@@ -242,6 +244,13 @@ def test_the_end_of_a_buffer(name, wave, memory):
         assert (memory == before).all()
 
 
+def test_offsets_of_a_lane_are_added_in_32_bits(wave, memory):
+    """A compiler splits an offset so that the register holds a negative number."""
+    wave.vector[A] = 8 - FAR & 0xFFFFFFFF
+    run(wave, inst_of("buffer", "load", "b32", FAR))
+    assert (wave.vector[D] == memory[8:12].view(np.uint32)).all()
+
+
 def test_a_buffer_with_an_index_is_named(wave, memory):
     fields = dict(offen=1, idxen=1)
     operands = (v[D], v[A : A + 1], s[BASE : BASE + 3], NULL) if IS_GFX11 else (v[D], v[A : A + 1])
@@ -254,7 +263,7 @@ def test_scratch_of_another_lane_is_a_fault(offset, wave, memory):
     prepare(wave, memory, "scratch", 0)
     wave.vector[A] = offset & 0xFFFFFFFF
     with pytest.raises(Fault, match=f"touches byte {64 * 4 + offset} of the wave's private memory"):
-        run(wave, inst_of("scratch", "load", "u8", 0))
+        launch([inst_of("scratch", "load", "u8", 0)])
 
 
 @pytest.mark.parametrize("words, stride", [(1, 1), (2, 1), (1, 64), (2, 64)])
@@ -312,7 +321,7 @@ def test_an_atomic(name, returns, where, wave, memory):
         rest = dict(srsrc=s[BASE : BASE + 3], soffset=NULL) if IS_GFX11 else dict(rsrc=BASE)
         run(wave, getattr(ins, f"buffer_atomic_{name}")(data, v[A], offen=1, **rest, **fields))
     else:
-        fields |= {("data" if IS_GFX11 else "vsrc"): data, ("addr" if IS_GFX11 else "vaddr"): v[A]}
+        fields |= dict(data=data, addr=v[A]) if IS_GFX11 else dict(vsrc=data, vaddr=v[A : A + 1])
         fields |= dict(saddr=s[BASE : BASE + 1], vdst=range_of(v, B, width))
         run(wave, getattr(ins, f"global_atomic_{name}")(**fields))
     to = D if where == "buffer" else B
@@ -426,7 +435,7 @@ def test_a_literal_of_two_instructions_at_once(wave):
     wave.vector[2], wave.vector[3] = words_of(np.full((2, LANES), 3, np.float32))
     head = ins.VOPD(ins.VOPDOp.V_DUAL_FMAAK_F32, ins.VOPDOp.V_DUAL_MUL_F32, v[0], v[1], v[2], v[2], v[3], v[3])
     low, high = np.frombuffer(head.to_bytes(), np.uint32)
-    run(wave, Words(low, high & ~0x1FF | 255, words_of(np.float32([1.5]))[0]))  # x: 3 * 3 + 1.5; y: 1.5 * 3
+    run(wave, Words(low, int(high) & ~0x1FF | 255, words_of(np.float32([1.5]))[0]))  # x: 3 * 3 + 1.5; y: 1.5 * 3
     assert (f(wave.vector[0]) == 10.5).all() and (f(wave.vector[1]) == 4.5).all()
 
 
@@ -497,6 +506,12 @@ def test_what_is_not_emulated_is_named(inst, wave):
 # Whole launches
 
 
+def store():
+    """Return the store of v[D] at the offset v[A] to the address in s[20:21]."""
+    fields = dict(addr=v[A], data=v[D]) if IS_GFX11 else dict(vaddr=v[A : A + 1], vsrc=v[D])
+    return ins.global_store_b32(saddr=s[20:21], **fields)
+
+
 @pytest.mark.parametrize("is_thorough", [False, True])
 def test_workgroups_and_waves_know_their_numbers(is_thorough):
     """Each of 2 x 3 x 2 workgroups of two waves stores its numbers at its own place."""
@@ -513,12 +528,10 @@ def test_workgroups_and_waves_know_their_numbers(is_thorough):
     code = Code([
         ins.s_load_b64(s[20:21], s[0:1]),
         *numbers,
-        ins.s_mul_i32(place, x, 3), ins.s_add_u32(place, place, y), ins.s_lshl_b32(place, place, 1),
-        ins.s_add_u32(place, place, z), ins.s_lshl_b32(place, place, 1), ins.s_add_u32(place, place, wave_number),
+        ins.s_mul_i32(place, x, 3), ADD(place, place, y), ins.s_lshl_b32(place, place, 1),
+        ADD(place, place, z), ins.s_lshl_b32(place, place, 1), ADD(place, place, wave_number),
         ins.s_lshl_b32(value, place, 2), ins.v_mov_b32_e32(v[A], value), ins.v_mov_b32_e32(v[D], place),
-        getattr(ins, "global_store_b32")(
-            saddr=s[20:21], **({"addr": v[A], "data": v[D]} if IS_GFX11 else {"vaddr": v[A], "vsrc": v[D]})
-        ),
+        store(),
     ])  # fmt: skip
     code.rsrc2 = 7 << 7
     arguments = memory.address_of(result).to_bytes(8, "little")
@@ -527,7 +540,7 @@ def test_workgroups_and_waves_know_their_numbers(is_thorough):
 
 
 def barrier():
-    return [ins.s_barrier()] if IS_GFX11 else [ins.s_barrier_signal(-1), ins.s_barrier_wait(0xFFFF)]
+    return [ins.s_barrier()] if IS_GFX11 else [Words(0xBE804EC1), ins.s_barrier_wait(0xFFFF)]  # s_barrier_signal -1
 
 
 @pytest.mark.parametrize("waits, outcomes", [("both", {1}), ("none", {0, 1}), ("too early", {0, 1})])
@@ -548,8 +561,7 @@ def test_a_barrier(waits, outcomes):
         result = torch.zeros(1, dtype=torch.int32)
         memory = TensorMemory([("result", result)])
         reads = [*signal, *wait, ins.ds_load_b32(vdst=v[D], addr=v[A]), ins.v_and_b32_e32(v[D], 1, v[D]),
-                 ins.global_store_b32(saddr=s[20:21], **(dict(addr=v[A], data=v[D]) if IS_GFX11 else
-                                                         dict(vaddr=v[A], vsrc=v[D])))]  # fmt: skip
+                 store()]  # fmt: skip
         skipped = sum(len(inst.to_bytes()) for inst in [*writes, ins.s_endpgm()]) // 4
         code = Code([
             ins.s_load_b64(s[20:21], s[0:1]), ins.v_readfirstlane_b32_e32(s[40], v[0]), ins.v_mov_b32_e32(v[A], 0),
