@@ -39,6 +39,7 @@ EXEC, PROGRAM_COUNTER, ONE = 126, 256, 242
 M0 = {"cdna": 124, "rdna3": 125, "rdna4": 125}
 # Registers in which RDNA 4 has the workgroup (x; y and z) and, from bit 25 on, the number of the wave.
 X, YZ, WAVE_NUMBER = 117, 115, 116
+NO_OPERANDS = range(233, 240)  # a word with lanes follows (DPP8), or they are addresses that no register holds
 ALL_WAVES = 193  # the operand -1 of a barrier
 BARRIERS = {"S_BARRIER": 3, "S_BARRIER_SIGNAL": 1, "S_BARRIER_WAIT": 2}  # as in wave.c
 S_NOP = 0xBF800000
@@ -472,7 +473,10 @@ def refuse_what_is_not_emulated(arch, inst, has_function):
     is_refused |= has_function is not None and is_other_form
     is_refused |= family == "cdna" and bool(re.match("V_CVT_(PK_)?F32_[FB][PF]8_E64", name)) and bool(inst.opsel)
     is_refused |= arch == "gfx90a" and "DOT2C_F32_BF16" in name  # its v_mac_f32
-    is_refused |= "DPP8" in kind or re.match("VOP3.*_DPP16", kind) is not None
+    is_refused |= re.match("VOP3.*_DPP16", kind) is not None
+    is_refused |= any(
+        isinstance(field, SrcField) and inst._raw >> field.lo & field.mask in NO_OPERANDS for _, field in inst._fields
+    )
     is_refused |= name == "S_BARRIER_SIGNAL" and int(inst.ssrc0.offset) != ALL_WAVES
     if is_refused:
         raise NotImplementedError(f"{inst!r} is not emulated")
@@ -739,10 +743,13 @@ class Machine:
             raise Fault(f"{name} stores beside its private memory")
 
     def place_of(self, address):
-        """Describe an address by its place in LDS or a tensor."""
+        """Describe an address by its place in LDS, private memory or a tensor."""
         lds = self.group.lds.contents
         if lds.begin <= address < lds.extent.end + GUARD:
             return f"byte {address - lds.address} of LDS, which has {lds.nbytes}"
+        scratch = self.waves[self.group.current].scratch.contents
+        if scratch.begin <= address < scratch.extent.end + GUARD:
+            return f"byte {address - scratch.address} of the wave's private memory, which has {scratch.nbytes}"
         return self.memory.place_of(address)
 
     def meet(self, wave, workgroup):

@@ -323,7 +323,7 @@ def test_the_end_of_a_buffer(wave, memory):
 
 
 def test_offsets_of_a_lane_are_added_in_32_bits(wave, memory):
-    """A compiler splits an offset so that the register holds a negative number. The scalar one is not part of the sum."""
+    """A compiler splits an offset so that the register holds a negative number."""
     wave.vector[A] = 8 - OFFSET & 0xFFFFFFFF
     run(wave, inst_of("load_dword", 1))
     assert (wave.vector[D] == memory[72:76].view(np.uint32)).all()

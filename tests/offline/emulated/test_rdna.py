@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.offline.emulated import one_wave
-from tests.offline.emulated.one_wave import Code, Words, run, words_of, workgroup_of
+from tests.offline.emulated.one_wave import Code, Words, run, words_of
 from tests.offline.selection import EMULATED, FAMILY, needs_fp8, only_rdna
 from tiny_llama import fp8
 
 if FAMILY == "rdna":
-    from tinygrad.renderer.amd.dsl import NULL, s, ttmp, v
+    from tinygrad.renderer.amd.dsl import EXEC_LO, NULL, s, ttmp, v
 
     from offline.emulator.machine import EXEC, Fault, GuardedMemory, Machine, Program, TensorMemory
 
@@ -258,14 +258,6 @@ def test_a_buffer_with_an_index_is_named(wave, memory):
         run(wave, ins.buffer_load_b32(*operands, **fields))
 
 
-@pytest.mark.parametrize("offset", [-1, 64])
-def test_scratch_of_another_lane_is_a_fault(offset, wave, memory):
-    prepare(wave, memory, "scratch", 0)
-    wave.vector[A] = offset & 0xFFFFFFFF
-    with pytest.raises(Fault, match=f"touches byte {64 * 4 + offset} of the wave's private memory"):
-        launch([inst_of("scratch", "load", "u8", 0)])
-
-
 @pytest.mark.parametrize("words, stride", [(1, 1), (2, 1), (1, 64), (2, 64)])
 def test_pairs_of_lds(words, stride, wave):
     """Two places of each lane are exchanged: read as a pair, and written as a pair in the other order."""
@@ -348,7 +340,7 @@ DPP = {  # the control: the lane that each lane reads, -1 if there is none
 @pytest.mark.parametrize("zeros", [0, 1])
 @pytest.mark.parametrize("control", DPP)
 def test_dpp(control, zeros, fetches, wave):
-    """In place, so that a lane which is written is not read afterwards. Of lanes that EXEC switches off one reads none."""
+    """In place: no lane is written before it is read. Lanes that EXEC switches off are read if `fi` is set alone."""
     active = LANE % 5 != 2
     wave.vector[D], wave.scalar[EXEC] = 1000 + LANE, int((1 << LANE[active]).sum())
     word = 0x7E0002FA | D << 17
@@ -507,71 +499,69 @@ def test_what_is_not_emulated_is_named(inst, wave):
 
 
 def store():
-    """Return the store of v[D] at the offset v[A] to the address in s[20:21]."""
+    """Return the store of v[D] at the offset v[A] to the result, whose address is in s[20:21]."""
     fields = dict(addr=v[A], data=v[D]) if IS_GFX11 else dict(vaddr=v[A : A + 1], vsrc=v[D])
     return ins.global_store_b32(saddr=s[20:21], **fields)
 
 
-@pytest.mark.parametrize("is_thorough", [False, True])
-def test_workgroups_and_waves_know_their_numbers(is_thorough):
-    """Each of 2 x 3 x 2 workgroups of two waves stores its numbers at its own place."""
-    result = torch.zeros(2, 3, 2, 2, dtype=torch.int32)
+def launch(instructions, result=None, grid=(1, 1, 1), n_waves=1, seed=3, scratch_bytes=0):
+    """Launch instructions, which find the address of the result in s[20:21]."""
+    result = torch.zeros(1) if result is None else result
     memory = TensorMemory([("result", result)])
-    x, y, z, wave_number = (s[n] for n in (40, 41, 42, 43))
+    code = Code([ins.s_load_b64(s[20:21], s[0:1]), *instructions])
+    code.rsrc2, code.scratch_bytes = 7 << 7, scratch_bytes
+    arguments = memory.address_of(result).to_bytes(8, "little")
+    Machine(EMULATED, seed).launch(Program(code, EMULATED), grid, arguments, memory, n_waves, 4)
+
+
+def test_workgroups_and_waves_know_their_numbers():
+    """Each of 2 x 3 x 2 workgroups of two waves stores its numbers at its own place."""
+    result = torch.zeros(24, dtype=torch.int32)
+    x, y, z, number, place = (s[n] for n in range(40, 45))
     if IS_GFX11:
-        numbers = [ins.s_mov_b32(x, s[2]), ins.s_mov_b32(y, s[3]), ins.s_mov_b32(z, s[4])]
-        numbers += [ins.v_readfirstlane_b32_e32(wave_number, v[0]), ins.s_lshr_b32(wave_number, wave_number, 5)]
+        numbers = [ins.s_mov_b32(to, source) for to, source in ((x, s[2]), (y, s[3]), (z, s[4]))]
+        numbers += [ins.v_readfirstlane_b32_e32(number, v[0]), ins.s_lshr_b32(number, number, 5)]
     else:
         numbers = [ins.s_mov_b32(x, ttmp[9]), ins.s_and_b32(y, ttmp[7], 0xFFFF), ins.s_lshr_b32(z, ttmp[7], 16)]
-        numbers += [ins.s_bfe_u32(wave_number, ttmp[8], 5 << 16 | 25)]
-    place, value = s[44], s[45]
-    code = Code([
-        ins.s_load_b64(s[20:21], s[0:1]),
+        numbers += [ins.s_bfe_u32(number, ttmp[8], 5 << 16 | 25)]
+    launch([
         *numbers,
-        ins.s_mul_i32(place, x, 3), ADD(place, place, y), ins.s_lshl_b32(place, place, 1),
-        ADD(place, place, z), ins.s_lshl_b32(place, place, 1), ADD(place, place, wave_number),
-        ins.s_lshl_b32(value, place, 2), ins.v_mov_b32_e32(v[A], value), ins.v_mov_b32_e32(v[D], place),
-        store(),
-    ])  # fmt: skip
-    code.rsrc2 = 7 << 7
-    arguments = memory.address_of(result).to_bytes(8, "little")
-    Machine(EMULATED, 3, is_thorough=is_thorough).launch(Program(code, EMULATED), (2, 3, 2), arguments, memory, 2, 0)
-    assert result.flatten().tolist() == [*range(24)]
+        ins.s_mul_i32(place, x, 3), ADD(place, place, y), ins.s_lshl_b32(place, place, 1), ADD(place, place, z),
+        ins.s_lshl_b32(place, place, 1), ADD(place, place, number), ins.v_mov_b32_e32(v[D], place),
+        ins.s_lshl_b32(place, place, 2), ins.v_mov_b32_e32(v[A], place), store(),
+    ], result, (2, 3, 2), n_waves=2)  # fmt: skip
+    assert result.tolist() == [*range(24)]
 
 
-def barrier():
-    return [ins.s_barrier()] if IS_GFX11 else [Words(0xBE804EC1), ins.s_barrier_wait(0xFFFF)]  # s_barrier_signal -1
+@pytest.mark.parametrize("offset", [-1, 64])
+def test_private_memory_of_another_lane_is_a_fault(offset):
+    own = inst_of("scratch", "store", "b32", 0)
+    launch([ins.v_mov_b32_e32(v[A], 60), own], scratch_bytes=64)
+    at = [ins.v_mov_b32_e32(v[A], offset), ins.s_mov_b32(EXEC_LO, 16), inst_of("scratch", "load", "u8", 0)]
+    with pytest.raises(Fault, match=f"touches byte {64 * 4 + offset} of the wave's private memory, which has 2048"):
+        launch(at, scratch_bytes=64)
 
 
-@pytest.mark.parametrize("waits, outcomes", [("both", {1}), ("none", {0, 1}), ("too early", {0, 1})])
-def test_a_barrier(waits, outcomes):
-    """The second wave reads what the first one stores before the barrier: always, unless it is not there or too early.
-
-    The two parts of a barrier of gfx1201 count one by one: what is stored between them may not be seen.
-    """
-    if IS_GFX11 and waits == "too early":
-        pytest.skip("gfx1100 has one instruction for both")
-    write, signal, wait = ins.ds_store_b32(addr=v[A], data0=v[B]), [], []
-    if waits != "none":
-        *signal, last = barrier()
-        wait = [last]
-    writes = [*signal, write, *wait] if waits == "too early" else [write, *signal, *wait]
+@pytest.mark.parametrize("waits, outcomes", [("after", {1}), ("nowhere", {0, 1}), ("before", {0, 1})])
+def test_what_another_wave_stores_before_a_barrier(waits, outcomes):
+    """Is read after it: unless there is none, or it is signalled before the store though waited for after it."""
+    signal = [] if IS_GFX11 else [Words(0xBE804EC1)]  # s_barrier_signal -1
+    wait = [ins.s_barrier() if IS_GFX11 else ins.s_barrier_wait(0xFFFF)]
+    if IS_GFX11 and waits == "before":
+        pytest.skip("gfx1100 signals and waits by one instruction")
+    write = [ins.ds_store_b32(addr=v[A], data0=v[B])]
+    if waits == "nowhere":
+        signal, wait = [], []
+    writes = [*signal, *write, *wait] if waits == "before" else [*write, *signal, *wait]
+    reads = [*signal, *wait, ins.ds_load_b32(vdst=v[D], addr=v[A]), store()]
+    words = sum(len(inst.to_bytes()) for inst in [*writes, ins.s_endpgm()]) // 4
+    begin = [
+        ins.v_readfirstlane_b32_e32(s[40], v[0]), ins.v_mov_b32_e32(v[A], 0), ins.v_mov_b32_e32(v[B], 1),
+        ins.s_cmp_lg_u32(s[40], 0), ins.s_cbranch_scc1(words),
+    ]  # fmt: skip
     seen = set()
     for seed in range(40):
         result = torch.zeros(1, dtype=torch.int32)
-        memory = TensorMemory([("result", result)])
-        reads = [*signal, *wait, ins.ds_load_b32(vdst=v[D], addr=v[A]), ins.v_and_b32_e32(v[D], 1, v[D]),
-                 store()]  # fmt: skip
-        skipped = sum(len(inst.to_bytes()) for inst in [*writes, ins.s_endpgm()]) // 4
-        code = Code([
-            ins.s_load_b64(s[20:21], s[0:1]), ins.v_readfirstlane_b32_e32(s[40], v[0]), ins.v_mov_b32_e32(v[A], 0),
-            ins.v_mov_b32_e32(v[B], 1), ins.s_cmp_lg_u32(s[40], 0), ins.s_cbranch_scc1(skipped),
-            *writes, ins.s_endpgm(), *reads,
-        ])  # fmt: skip
-        arguments = memory.address_of(result).to_bytes(8, "little")
-        machine = Machine(EMULATED, seed)
-        program = Program(code, EMULATED)
-        machine.run(program, (1, 1, 1), arguments, memory, 2, 4, poison=0)
-        memory.write_back()
-        seen.add(result.item())
+        launch([*begin, *writes, ins.s_endpgm(), *reads], result, n_waves=2, seed=seed)
+        seen.add(max(result.item(), 0))  # LDS begins as -1
     assert seen == outcomes
