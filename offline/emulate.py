@@ -1,12 +1,12 @@
 """Run tests of Triton kernels on emulated AMD GPUs.
 
-    python -m offline.emulate                                 this project's: gfx90a, gfx942 and gfx950, some minutes
+    python -m offline.emulate                                 this project's, on every architecture, some minutes each
     python -m offline.emulate --architectures gfx942 -- -k attention
     python -m offline.emulate --architectures gfx942 -- path/to/your/tests
 
 The compiled kernels are executed instruction by instruction on this CPU. This shows whether they are correct, not how
-fast they are; docs/emulator.md has more. The emulator is part of tinygrad, which is taken from --tinygrad or fetched by
-git once.
+fast they are; docs/emulator.md has more. Architectures are gfx90a, gfx942 and gfx950 of CDNA (Instinct), and gfx1100
+and gfx1201 of RDNA (Radeon). The emulator is part of tinygrad, which is taken from --tinygrad or fetched by git once.
 
 Exit codes: 0 done, 1 a test failed or none ran, 2 the request cannot be met, 130 interrupted.
 """

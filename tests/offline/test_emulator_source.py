@@ -47,6 +47,7 @@ def test_a_copy_is_kept(copy):
     ("", ["--tinygrad", "none"], "--tinygrad: .*/none is no folder: check out"),
     ("no network", [], "cannot be fetched (.*): give a folder with it, --tinygrad PATH or make emulate TINYGRAD=PATH"),
     ("", ["--tinygrad", "tinygrad", "--", "-q", "gone/test_it.py::test_it"], "gone/test_it.py is not there: after --"),
+    ("", ["--tinygrad", "tinygrad", "--architectures", "gfx1250"], "invalid choice: 'gfx1250' .* 'gfx1100', 'gfx1201'"),
     ("no clang", ["--tinygrad", "tinygrad"], "needs clang, which is not here: apt-get install clang"),
 ])  # fmt: skip
 def test_what_is_missing_or_wrong_is_told_in_one_line(copy, capsys, monkeypatch, fault, arguments, told):

@@ -431,6 +431,100 @@ def test_a_literal_of_two_instructions_at_once(wave):
     assert (f(wave.vector[0]) == 10.5).all() and (f(wave.vector[1]) == 4.5).all()
 
 
+HALVES = [(to, a, b) for to in (0, 1) for a in (0, 1) for b in (0, 1)]  # low or high: of the result and two operands
+
+
+def halves_of(random, count, is_float):
+    """Return (registers (count, LANES) of random halves, the halves (count, LANES, 2))."""
+    halves = random.normal(size=(count, LANES, 2)).astype(np.float16).view(np.uint16)
+    if not is_float:
+        halves = random.integers(0, 2**16, halves.shape).astype(np.uint16)
+    return words_of(halves).reshape(count, LANES), halves
+
+
+OF_HALVES = {  # the name: (whether the numbers are floats, the first and the second operand -> result)
+    "v_add_f16": (True, lambda a, b: a + b), "v_mul_f16": (True, lambda a, b: a * b),
+    "v_and_b16": (False, lambda a, b: a & b), "v_or_b16": (False, lambda a, b: a | b),
+    "v_xor_b16": (False, lambda a, b: a ^ b), "v_lshlrev_b16": (False, lambda a, b: b << (a & 15)),
+    "v_lshrrev_b16": (False, lambda a, b: b >> (a & 15)), "v_add_nc_u16": (False, lambda a, b: a + b),
+    "v_mov_b16": (False, lambda a, b: a),
+}  # fmt: skip
+
+
+FORMS = [(name, "e64") for name in OF_HALVES] + [(name, "e32") for name in ("v_add_f16", "v_mul_f16", "v_mov_b16")]
+
+
+@pytest.mark.parametrize("to, a, b", HALVES)
+@pytest.mark.parametrize("name, form", FORMS)
+def test_halves_of_registers(name, to, a, b, form, wave):
+    """Instructions with 16 bits name the half of a register: the short form by 128, the long one by bits."""
+    is_float, function = OF_HALVES[name]
+    full = name if hasattr(ins, name) else f"{name}_{form}"  # what has one form has no suffix
+    words, halves = halves_of(np.random.default_rng(6), 3, is_float)
+    wave.vector[A], wave.vector[B], wave.vector[D] = words
+    wave.scalar[EXEC] = 0xFFFFFFF0
+    if form == "e32":
+        registers = v[D + 128 * to], v[A + 128 * a], v[B + 128 * b]
+        run(wave, getattr(ins, full)(*registers[: 2 if name == "v_mov_b16" else 3]))
+    else:
+        registers = (v[D], v[A], v[B])[: 2 if name == "v_mov_b16" else 3]
+        run(wave, getattr(ins, full)(*registers, opsel=8 * to | 2 * b | a))
+    first, second = (halves[i, :, half] for i, half in ((0, a), (1, b)))
+    result = function(*(x.view(np.float16) if is_float else x for x in (first, second)))
+    expected = halves[2].copy()
+    expected[4:, to] = result.view(np.uint16)[4:]
+    assert (wave.vector[D] == words_of(expected).ravel()).all()
+
+
+@pytest.mark.parametrize("to, a, b", HALVES)
+def test_a_choice_of_halves(to, a, b, wave):
+    words, halves = halves_of(np.random.default_rng(6), 3, False)
+    wave.vector[A], wave.vector[B], wave.vector[D] = words
+    wave.scalar[5] = 0x5A3C96F0
+    run(wave, ins.v_cndmask_b16(v[D], v[A], v[B], s[5], opsel=8 * to | 2 * b | a))
+    expected = halves[2].copy()
+    expected[:, to] = np.where(0x5A3C96F0 >> LANE & 1, halves[1, :, b], halves[0, :, a])
+    assert (wave.vector[D] == words_of(expected).ravel()).all()
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_conversions_of_halves(half, wave):
+    """What is not written of a register stays."""
+    words, halves = halves_of(np.random.default_rng(6), 1, True)
+    numbers = np.random.default_rng(7).normal(size=LANES).astype(np.float32)
+    wave.vector[A], wave.vector[B], wave.vector[D] = words[0], words_of(numbers), 0x0D0C0B0A
+    run(wave, ins.v_cvt_f32_f16_e32(v[C], v[A + 128 * half]), ins.v_cvt_f16_f32_e32(v[D + 128 * half], v[B]))
+    assert (f(wave.vector[C]) == halves[0, :, half].view(np.float16)).all()
+    written = wave.vector[D].view(np.uint16).reshape(LANES, 2)
+    assert (written[:, half].view(np.float16) == numbers.astype(np.float16)).all()
+    assert (written[:, 1 - half] == (0x0D0C if half == 0 else 0x0B0A)).all()
+
+
+@pytest.mark.parametrize("to, a, b", HALVES)
+def test_mixed_products(to, a, b, wave):
+    """Of a half, a half and fp32 from a register, into a half: v_fma_mixlo_f16 and v_fma_mixhi_f16."""
+    words, halves = halves_of(np.random.default_rng(6), 3, True)
+    numbers = np.random.default_rng(7).normal(size=LANES).astype(np.float32)
+    wave.vector[A], wave.vector[B], wave.vector[D] = words
+    wave.vector[C] = words_of(numbers)
+    inst = ins.v_fma_mixhi_f16 if to else ins.v_fma_mixlo_f16
+    run(wave, inst(v[D], v[A], v[B], v[C], opsel=2 * b | a, opsel_hi=3, opsel_hi2=0))
+    first, second = (halves[i, :, half].view(np.float16).astype(np.float64) for i, half in ((0, a), (1, b)))
+    expected = halves[2].copy()
+    expected[:, to] = (first * second + numbers).astype(np.float32).astype(np.float16).view(np.uint16)
+    assert (wave.vector[D] == words_of(expected).ravel()).all()
+
+
+@pytest.mark.parametrize("name", ["add_nc", "sub_nc", "subrev_nc"])
+@pytest.mark.parametrize("clamps", [0, 1])
+def test_whole_sums(name, clamps, wave):
+    a, b = np.random.default_rng(8).integers(0, 2**32, (2, LANES))
+    wave.vector[A], wave.vector[B] = a, b
+    run(wave, getattr(ins, f"v_{name}_u32_e64")(v[D], v[A], v[B], clmp=clamps))
+    exact = {"add_nc": a + b, "sub_nc": a - b, "subrev_nc": b - a}[name]
+    assert (wave.vector[D] == (exact.clip(0, 2**32 - 1) if clamps else exact & 0xFFFFFFFF)).all()
+
+
 @pytest.mark.parametrize("flushes", [0, 3])
 def test_subnormal_numbers_as_the_mode_says(flushes, wave):
     wave.vector[A] = 1  # 2^-149
