@@ -183,7 +183,9 @@ def table(rows):
 def main(argv):
     parser = Parser("others.py", __doc__)
     add = parser.add_argument
-    add("--architectures", nargs="+", choices=ARCHITECTURES, default=["gfx942", "gfx950"], help="(default: %(default)s)")
+    add(
+        "--architectures", nargs="+", choices=ARCHITECTURES, default=["gfx942", "gfx950"], help="(default: %(default)s)"
+    )
     add("--only", nargs="+", default=[], metavar="NAME", help="cases, or packages (default: all)")
     add("--tutorials", metavar="DIR", help="python/tutorials of a checkout of Triton")
     add("--tinygrad", metavar="DIR", help=f"a copy at {source.COMMIT[:12]} (default: fetched by git)")

@@ -24,7 +24,7 @@ import torch
 from test.mockgpu.amd import emu
 from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.renderer.amd import decode_inst
-from tinygrad.renderer.amd.dsl import AlignedSGPRField, SGPRField, SrcField, VDSTYField, VGPRField
+from tinygrad.renderer.amd.dsl import AlignedSGPRField, SGPRField, SrcField, SSrcField, VDSTYField, VGPRField
 
 from offline.emulator import CHIPS, MAX_THREADS, Fault, overrides
 from offline.emulator.code_object import LONGEST_INSTRUCTION
@@ -474,9 +474,8 @@ def refuse_what_is_not_emulated(arch, inst, has_function):
     is_refused |= family == "cdna" and bool(re.match("V_CVT_(PK_)?F32_[FB][PF]8_E64", name)) and bool(inst.opsel)
     is_refused |= arch == "gfx90a" and "DOT2C_F32_BF16" in name  # its v_mac_f32
     is_refused |= re.match("VOP3.*_DPP16", kind) is not None
-    is_refused |= any(
-        isinstance(field, SrcField) and inst._raw >> field.lo & field.mask in NO_OPERANDS for _, field in inst._fields
-    )
+    operands = [field for _, field in inst._fields if type(field) in (SrcField, SSrcField)]
+    is_refused |= any(inst._raw >> field.lo & field.mask in NO_OPERANDS for field in operands)
     is_refused |= name == "S_BARRIER_SIGNAL" and int(inst.ssrc0.offset) != ALL_WAVES
     if is_refused:
         raise NotImplementedError(f"{inst!r} is not emulated")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests import ROOT
-from tests.offline.selection import EMULATED, only_emulated
+from tests.offline.selection import EMULATED, FAMILY, only_emulated
 
 pytestmark = only_emulated
 
@@ -42,6 +42,7 @@ def test_the_fault_is_the_one_that_is_shown(page, test_of_the_page):
 
     shown = " ".join(block_of(page, "Fault: ").split()).removeprefix("Fault: ")
     pattern = r"\(.*\)".join(map(re.escape, shown.split("(...)"))).replace("gfx942", EMULATED)
+    pattern = pattern if FAMILY == "cdna" else pattern.replace("buffer_load_dword", "buffer_load_b32")
     with pytest.raises(Fault) as fault:
         test_of_the_page("tl.load(x + i, i < n)", "tl.load(x + i, i < n + 1)")()
     assert re.search(f"{pattern}$", str(fault.value))

@@ -423,6 +423,19 @@ def test_two_instructions_at_once(case, wave):
     assert (f(wave.vector[:9]) == expected).all()
 
 
+def test_registers_whose_numbers_are_those_of_no_operand(wave):
+    wave.vector[233:240] = words_of(np.random.default_rng(4).integers(1, 100, (7, LANES)).astype(np.float32))
+    sums = f(wave.vector[234]) + f(wave.vector[235]), f(wave.vector[236]) + f(wave.vector[237])
+    op = ins.VOPDOp.V_DUAL_ADD_F32
+    run(
+        wave,
+        ins.v_add_f32_e32(v[233], v[234], v[235]),
+        ins.VOPD(op, op, v[238], v[239], v[236], v[234], v[237], v[235]),
+    )
+    assert (f(wave.vector[233]) == sums[0]).all() and (f(wave.vector[238]) == sums[1]).all()
+    assert (wave.vector[239] == wave.vector[233]).all()
+
+
 def test_a_literal_of_two_instructions_at_once(wave):
     wave.vector[2], wave.vector[3] = words_of(np.full((2, LANES), 3, np.float32))
     head = ins.VOPD(ins.VOPDOp.V_DUAL_FMAAK_F32, ins.VOPDOp.V_DUAL_MUL_F32, v[0], v[1], v[2], v[2], v[3], v[3])

@@ -10,7 +10,7 @@ pytestmark = only_emulated
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-TOO_MANY_WAVES = triton.Config({"SIZE": 7}, num_warps=32)
+TOO_MANY_WAVES = triton.Config({"SIZE": 7}, num_warps=64)
 CONFIGS = [TOO_MANY_WAVES, *(triton.Config({"SIZE": size}, num_warps=1) for size in (5, 3, 2))]
 
 
