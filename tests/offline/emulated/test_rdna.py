@@ -578,19 +578,6 @@ def test_numbers_of_8_bits(count, kind, part, wave):
     assert (wave.vector[D + count] == 7).all() and (wave.vector[D, 28:] == 7).all()
 
 
-@needs_fp8
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("kind", ["fp8", "bf8"])
-def test_numbers_become_8_bits(kind, half, wave):
-    numbers = torch.randn(2, LANES, generator=torch.Generator().manual_seed(1)) * 3
-    wave.vector[A], wave.vector[B] = numbers.view(torch.int32).numpy()
-    wave.vector[D], wave.scalar[EXEC] = 0x0D0C0B0A, 0xFFFFFFF0
-    run(wave, getattr(ins, f"v_cvt_pk_{kind}_f32")(v[D], v[A], v[B], opsel=8 * half))
-    expected = torch.tensor([10, 11, 12, 13], dtype=torch.uint8).repeat(LANES, 1)
-    expected[4:, 2 * half : 2 * half + 2] = numbers.T[4:].contiguous().to(TORCH[kind]).view(torch.uint8)
-    assert (wave.vector[D].view(np.uint8).reshape(LANES, 4) == expected.numpy()).all()
-
-
 @pytest.mark.parametrize("inst", [
     lambda: Words(0x7E0002E9 | D << 17, A),  # v_mov_b32_dpp8
     lambda: ins.s_getreg_b32(s[0], 1),
