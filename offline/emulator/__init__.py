@@ -18,11 +18,12 @@ class Chip(NamedTuple):
 
     @property
     def family(self):
+        """Return the name of the file with its instructions."""
         return self.isa[:4]
 
     @property
     def lanes(self):
-        """The lanes of a wave."""
+        """Return the lanes of a wave."""
         return 64 if self.isa == "cdna" else 32
 
 

@@ -580,6 +580,7 @@ def test_numbers_of_8_bits(count, kind, part, wave):
 
 @pytest.mark.parametrize("inst", [
     lambda: Words(0x7E0002E9 | D << 17, A),  # v_mov_b32_dpp8
+    lambda: Words(0xF0000000, 0, 0),  # an image
     lambda: ins.s_getreg_b32(s[0], 1),
     lambda: ins.s_round_mode(15),
 ])  # fmt: skip
