@@ -471,7 +471,8 @@ def refuse_what_is_not_emulated(arch, inst, has_function):
     is_refused |= has_function is not None and is_other_form
     is_refused |= family == "cdna" and name.endswith("8_E64") and bool(inst.opsel)
     is_refused |= arch == "gfx90a" and "DOT2C_F32_BF16" in name  # its v_mac_f32
-    is_refused |= re.match("VOP3.*_DPP16", kind) is not None
+    # Of lanes without a source the carry, or the other half of a register, is not known.
+    is_refused |= kind == "VOP3P_DPP16" or kind in ("VOP3_DPP16", "VOP3SD_DPP16") and not inst.bc
     operands = [field for _, field in inst._fields if type(field) in (SrcField, SSrcField)]
     is_refused |= any(inst._raw >> field.lo & field.mask in NO_OPERANDS for field in operands)
     is_refused |= name == "S_BARRIER_SIGNAL" and int(inst.ssrc0.offset) != ALL_WAVES

@@ -42,14 +42,15 @@ class Context(emu._Ctx):
     """What tinygrad knows while it compiles an instruction, and in addition the lane at hand and which lanes write.
 
     written: a bool of the lane, which DPP sets; None: all that are active write. literal: what an operand is whose
-    number is that of a literal, where tinygrad does not say it.
+    number is that of a literal, where tinygrad does not say it. moved: an instruction of 64 bits whose first operand
+    comes from another lane, or None.
     """
 
-    __slots__ = ("lane", "literal", "written")
+    __slots__ = ("lane", "literal", "moved", "written")
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.literal = self.written = None
+        self.literal = self.moved = self.written = None
 
     @property
     def lds(self):
@@ -66,6 +67,8 @@ class Context(emu._Ctx):
         return super().wvgpr_dyn(reg, lane, val, exec_mask, after)
 
     def rsrc_dyn(self, off, lane, bits=32, literal=None, is_f64=False, do_cast=True):
+        if self.moved is not None and off is self.inst_field(type(self.moved).src0):
+            return load_dpp(self, self.moved, lane, UOp.const(0, dtypes.uint32))
         return super().rsrc_dyn(off, lane, bits, self.literal if literal is None else literal, is_f64, do_cast)
 
     def compile_lane_pcode(self, op, inst):
@@ -117,6 +120,12 @@ def load_dpp(context, inst, lane, fallback):
     context.written = enabled if has_zeros else enabled & exists
     missing = UOp.const(0, fallback.dtype) if has_zeros else fallback
     return enabled.where(exists.where(read, missing), fallback)
+
+
+def compile_vop3_dpp(inst, context):
+    """RDNA has DPP in instructions of 64 bits as well, of which tinygrad takes the mark of DPP for a register."""
+    context.moved = inst
+    return (emu._compile_vop3sd if isinstance(inst, rdna3.VOP3SD | rdna4.VOP3SD) else emu._compile_vop3)(inst, context)
 
 
 def compile_vop12(inst, context):
@@ -212,6 +221,7 @@ REPLACED = {
     "_compile_vop3p": compile_vop3p,
 }
 HANDLERS = {tinygrad_vop12: compile_vop12, tinygrad_vopc: compile_vopc, tinygrad_vop3p: compile_vop3p}
+DPP_OF_64_BITS = rdna3.VOP3_DPP16, rdna3.VOP3SD_DPP16, rdna4.VOP3_DPP16, rdna4.VOP3SD_DPP16
 FORMATS = {"rdna3": rdna3.MUBUF, "rdna4": rdna4.VBUFFER}  # buffers, which tinygrad decodes on CDNA alone
 
 
@@ -221,5 +231,6 @@ def apply():
         setattr(emu, name, function)
     for kind, handler in emu._INST_HANDLERS.items():
         emu._INST_HANDLERS[kind] = HANDLERS.get(handler, handler)
+    emu._INST_HANDLERS |= dict.fromkeys(DPP_OF_64_BITS, compile_vop3_dpp)
     for isa, kind in FORMATS.items():
         amd._load_formats()[isa].insert(0, kind)

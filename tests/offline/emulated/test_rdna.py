@@ -351,6 +351,27 @@ def test_dpp(control, zeros, fetches, wave):
     assert (wave.vector[D] == np.where(active, read, 1000 + LANE)).all()
 
 
+def long_dpp(inst, source, control):
+    """Return an instruction of 64 bits, the first operand of which comes from another lane or is 0."""
+    low, high = np.frombuffer(inst.to_bytes(), np.uint32)
+    return Words(low, int(high) & ~0x1FF | 250, source | control << 8 | 1 << 19 | 0xFF << 24)
+
+
+@pytest.mark.parametrize("control", DPP)
+def test_dpp_in_instructions_of_64_bits(control, wave):
+    """A sum with a carry, in place; and a difference with the sign of the moved operand changed."""
+    numbers = np.random.default_rng(4).integers(2**31, 2**32, LANES)
+    wave.vector[D], wave.vector[B] = numbers, words_of(np.arange(LANES, dtype=np.float32))
+    add = ins.v_add_co_u32(v[D], s[5], v[0], v[D])
+    subtract = ins.v_sub_f32_e64(v[C], v[0], 1.0, neg=1)
+    run(wave, long_dpp(add, D, control), long_dpp(subtract, B, control))
+    source = DPP[control]
+    moved = np.where(source >= 0, numbers[source], 0)
+    assert (wave.vector[D] == (numbers + moved & 0xFFFFFFFF)).all()
+    assert (int(wave.scalar[5]) >> LANE & 1 == numbers + moved >> 32).all()
+    assert (f(wave.vector[C]) == -np.where(source >= 0, source, 0) - 1).all()
+
+
 @pytest.mark.parametrize("select", ["literals", "registers", "constants"])
 @pytest.mark.parametrize("name", ["v_permlane16_b32", "v_permlanex16_b32"])
 def test_lanes_of_a_row(name, select, wave):
