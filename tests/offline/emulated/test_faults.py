@@ -37,8 +37,9 @@ def plant(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         # That blocks of queries are taken for blocks of keys shows where these differ.
-        *others, _ = module.ATTENTION_TILES["rdna", "half", 64]
-        module.ATTENTION_TILES["rdna", "half", 64] = *others, (32, 64, 8, 1)
+        for gpu in ("rdna", "gfx120"):
+            *others, _ = module.ATTENTION_TILES[gpu, "half", 64]
+            module.ATTENTION_TILES[gpu, "half", 64] = *others, (32, 64, 8, 1)
         for user in (recorded, plugin, test_kernels):
             monkeypatch.setattr(user, "llama", module)
 
