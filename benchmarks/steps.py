@@ -42,6 +42,7 @@ from tiny_llama.hugging_face_weights import HF_SIZES, copy_to_hugging_face, from
 
 WARMUP_STEPS = 4
 OURS = "triton"
+AUTOTUNED = "sdpa max-autotune"
 PEERS = "transformers", "liger_kernel", "flash_attn", "torchao"
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ IMPLEMENTATIONS = {
     "hf liger": functools.partial(hugging_face, liger=True),
     f"hf {OURS}": functools.partial(hugging_face, ours=True),
     "sdpa fa4": with_flash_attention_4,
-    "sdpa max-autotune": autotuned,
+    AUTOTUNED: autotuned,
     "sdpa flat": with_our_optimizer,
     "sdpa bf16": in_bf16,
     f"{OURS} fp8": llama.TrainStep,
@@ -246,7 +247,7 @@ GROUPS = {
         "sdpa tensorwise compile graph",
         "sdpa rowwise_with_gw_hp compile graph",
     ],
-    "autotuned": [f"{OURS} graph", ANCHOR, "sdpa max-autotune compile graph"],
+    "autotuned": [f"{OURS} graph", ANCHOR, f"{AUTOTUNED} compile graph"],
     "sweep": ["torch graph", ANCHOR, f"{OURS} graph"],
     "shapes": [ANCHOR, f"{OURS} graph"],
 }
@@ -293,7 +294,7 @@ def loss_and_gradients(implementation, config, device, batch):
 
 def check(run, implementations, config):
     """Return {implementation: the entry of the gate in the result}."""
-    device = run.device
+    device, timed = run.device, config
     config = dataclasses.replace(config, batch_size=min(config.batch_size, llama.CHECK_BATCH))
     batch = next(llama.batches(config))
     # Computed once: in fp32, or for a run in fp32 in fp64, it takes longer than all implementations together.
@@ -305,15 +306,30 @@ def check(run, implementations, config):
         plain = dataclasses.replace(config, impl="torch", fp8=in_fp8)
         return llama.relative_errors(llama.loss_and_gradients(llama.TrainStep(plain, device), batch), exact)
 
-    def judge(implementation):
-        allowed = plain_errors(is_fp8(implementation))
-        errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
+    def require_small(errors, allowed, what):
         verdict = llama.judge(errors, allowed, tolerance)
         if verdict.failed:
             wrong = f"{len(verdict.failed)} of {len(errors)} differ, {verdict.worst} the most"
-            raise ArithmeticError(f"wrong gradients: {wrong}")
+            raise ArithmeticError(f"{what}: {wrong}")
         worst = verdict.worst  # a file has null for an error that is infinite
         return {"worst": worst, "relative_error": errors[worst], "allowed": verdict.allowed[worst]}
+
+    def require_compiled_as_eager(allowed):
+        # Its tiles depend on the shapes, are chosen by their time alone, and may be those that a compiler has got wrong.
+        full_batch, results = next(llama.batches(timed)), []
+        for row in (Row(AUTOTUNED), Row(AUTOTUNED, compile=True)):
+            results.append(llama.loss_and_gradients(make_step(row, timed, device), full_batch))
+            release_all(device)
+        eager, compiled = results
+        require_small(llama.relative_errors(compiled, eager), allowed, "wrong gradients once it is compiled")
+
+    def judge(implementation):
+        allowed = plain_errors(is_fp8(implementation))
+        errors = llama.relative_errors(loss_and_gradients(implementation, config, device, batch), exact)
+        fields = require_small(errors, allowed, "wrong gradients")
+        if implementation == AUTOTUNED:
+            require_compiled_as_eager(allowed)
+        return fields
 
     gates = {}
     for implementation in implementations:

@@ -105,6 +105,24 @@ def test_the_model_with_flash_attention_4_is_checked(run, monkeypatch, factor, p
     assert gate["passed"] == passed and (factor or gate["error"].endswith("is not installed"))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_autotuned_code_is_checked_with_the_batch_that_is_timed(run, monkeypatch, factor):
+    make_step, batches = steps.make_step, []
+
+    def make_as_if_compiled(row, config, device):
+        step = make_step(row._replace(compile=False), config, device)
+        if row.compile:  # by a compiler that errs
+            batches.append(config.batch_size)
+            step.run_model = lambda *batch: factor * step.model(*batch)
+        return step
+
+    monkeypatch.setattr(steps, "make_step", make_as_if_compiled)
+    config = dataclasses.replace(TINY, batch_size=2 * llama.CHECK_BATCH)
+    gate = steps.check(run, [steps.AUTOTUNED], config)[steps.AUTOTUNED]
+    assert batches == [config.batch_size] and gate["passed"] == (factor == 1.0)
+    assert gate["passed"] or "wrong gradients once it is compiled" in gate["error"] and run.any_wrong
+
+
 @pytest.mark.parametrize("in_fp8", [True, False])
 def test_a_row_in_fp8_may_err_as_plain_pytorch_in_fp8(run, monkeypatch, in_fp8):
     def rounded(config, device):
