@@ -47,7 +47,7 @@ emulate: .venv/dev.stamp ## run the kernels' tests on emulated AMD GPUs; ARCH=gf
 lint: .venv/dev.stamp ## check the Python and shell code
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
-	find . \( -name '.venv*' -o -name .emulator \) -prune -o \( -name '*.sh' -o -name '*.slurm' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
+	find . \( -name '.venv*' -o -name .emulator -o -name .compilers \) -prune -o \( -name '*.sh' -o -name '*.slurm' -o -path ./.ci/run \) -exec .venv/bin/shellcheck {} +
 
 publish: .venv/run.stamp ## write the measured tables and pictures of the pages from benchmarks/results/
 	$(VENV_PYTHON) -m benchmarks.pages.publish
@@ -65,8 +65,8 @@ slides: ## make build/slides.html and build/slides.pdf of docs/slides.md, by Mar
 	$(MARP) --output build/slides.html
 	$(MARP) --output build/slides.pdf
 
-clean: ## remove .venv, the caches, the emulator and what pip built
-	rm -rf .venv .emulator .pytest_cache .ruff_cache build *.egg-info
+clean: ## remove .venv, the caches, the emulator, other Tritons and what pip built
+	rm -rf .venv .emulator .compilers .pytest_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # A .venv that was moved, or lost its interpreter or packages, is made anew, whatever its stamps say.

@@ -315,7 +315,7 @@ def check(run, implementations, config):
         return {"worst": worst, "relative_error": errors[worst], "allowed": verdict.allowed[worst]}
 
     def require_compiled_as_eager(allowed):
-        # Its tiles depend on the shapes, are chosen by their time alone, and may be those that a compiler has got wrong.
+        # Its tiles depend on the shapes and are chosen by their time alone: some compilers have got one wrong.
         full_batch, results = next(llama.batches(timed)), []
         for row in (Row(AUTOTUNED), Row(AUTOTUNED, compile=True)):
             results.append(llama.loss_and_gradients(make_step(row, timed, device), full_batch))

@@ -172,15 +172,20 @@ def page(result):
 # Command line
 
 
-def write_result(path, argv, rows):
-    """Write the rows, one on each line, so that git shows which differ from those before. Return the result."""
-    command = shlex.join(["python", "-m", "offline.pages", *argv])
-    result = {"command": command, "triton": llama.triton.__version__, "rows": rows}
-    head = json.dumps(result | {"rows": []}, indent=1)
+def write_lines(path, head, rows):
+    """Write a result with its rows, one on each line, so that git shows which differ from those before."""
+    text = json.dumps(head | {"rows": []}, indent=1)
     lines = ",\n".join(map(json.dumps, rows))
     with replacing(path, follow=True) as file:
-        file.write_text(head.replace("[]", f"[\n{lines}\n]") + "\n")
-    return result
+        file.write_text(text.removesuffix("[]\n}") + f"[\n{lines}\n]\n}}\n")
+
+
+def write_result(path, argv, rows):
+    """Write the rows of a command, and return the result."""
+    command = shlex.join(["python", "-m", "offline.pages", *argv])
+    result = {"command": command, "triton": llama.triton.__version__}
+    write_lines(path, result, rows)
+    return result | {"rows": rows}
 
 
 @program("pages.py")

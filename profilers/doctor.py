@@ -21,7 +21,7 @@ if not __package__:
     sys.exit(2)
 
 from measure.command_line import Parser, program
-from profilers import rocm
+from profilers import rocm, stacks
 
 NVIDIA = Path("/dev/nvidiactl")
 WSL_PROGRAMS = "/usr/lib/wsl/lib"  # the folder of what the drivers of Windows bring
@@ -200,6 +200,16 @@ def probe_gpu(answers, problem, build):
         )
 
 
+def probe_stack(answers, problem, build):
+    """What these GPUs meet with this ROCm and this Triton, as others found it or as the compiled kernels tell."""
+    architectures = {gpu["arch"] for gpu in answers.get("gpus", ())}
+    release, triton = (rocm.release_in(text) for text in (build.removeprefix("rocm "), answers.get("triton", "")))
+    for where, stack in stacks.known_bad(architectures, release, triton):
+        yield WARN, f"{where}: {stack.what}: {stack.link}", stack.remedy
+    for sentence in stacks.costs(architectures, triton):
+        yield WARN, sentence, "a newer Triton has more, where PyTorch takes it; docs/rocm.md lists the launches"
+
+
 def probe_access(answers, problem, build):
     if build.startswith("rocm") and (obstacle := rocm.device_obstacle()):
         yield FAIL, f"ROCm {obstacle}", "on a cluster, a job with a GPU has the rights"
@@ -248,7 +258,9 @@ def probe_kernel(answers, problem, build):
         yield OK, text
 
 
-PROBES = probe_python, probe_torch, probe_triton, probe_gpu, probe_access, probe_profilers, probe_kernel
+PROBES = (
+    probe_python, probe_torch, probe_triton, probe_gpu, probe_stack, probe_access, probe_profilers, probe_kernel,
+)  # fmt: skip
 
 
 @program("doctor.sh")

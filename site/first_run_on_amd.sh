@@ -135,7 +135,9 @@ recording rocprof_compute 300 rocprof-compute
 recording rocprof_sys 180 rocprof-sys
 
 [[ -z $DRY_RUN ]] || exit 0
-printf '%s\n' '' "${ROWS[@]}" '' | tee "$RESULT/summary.txt"
+# What is known to be bad about this GPU with this ROCm and Triton, and the remedies, stands beside the results.
+KNOWN_BAD=$(grep -A 1 '^WARN  stack ' "$RESULT/doctor.log" || true)
+printf '%s\n' '' "${ROWS[@]}" '' ${KNOWN_BAD:+"$KNOWN_BAD" ''} | tee "$RESULT/summary.txt"
 tar -czf "$RESULT.tar.gz" -C "${RESULT%/*}" "$NAME" || die "the archive cannot be written; all is in $RESULT" 1
 echo "Send this file: $RESULT.tar.gz"
 [[ -z $FAILED ]] || exit 1

@@ -23,6 +23,7 @@ if not __package__:
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import (
+    compiled,
     emulated,
     kernel_tables,
     pictures,
@@ -55,9 +56,10 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "published": replays.published_section,
     "claims": replays.claims_section,
     "others": emulated.others_section,
+    "compilers": compiled.compilers_section,
 }
 # The pages that have markers; a test compares them with the results.
-NAMES = "README README_WORKSHOP docs/measured docs/fp8 docs/hopper docs/emulator"
+NAMES = "README README_WORKSHOP docs/measured docs/fp8 docs/hopper docs/emulator docs/rocm"
 PAGES = [ROOT / f"{name}.md" for name in NAMES.split()]
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
     "front_page": pictures.draw_front_page,

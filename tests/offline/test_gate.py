@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny_llama_v3 as llama
-from offline import compiler, gate, recorded
+from offline import compiler, compilers, gate, recorded
 from offline.architectures import CHIPS, occupancy
 from tests import ROOT
 from tiny_llama import fp8
@@ -107,17 +107,14 @@ def test_a_spoiled_tile_is_named():
 
 
 @pytest.fixture(scope="session")
-def old_triton(tmp_path_factory):
+def old_triton():
     """A folder with the oldest Triton that is supported: what ROCm 6.4's PyTorch brings."""
     if not os.environ.get("TEST_OLD_TRITON"):
         pytest.skip(f"TEST_OLD_TRITON=1 downloads Triton {OLD_TRITON} (150 MB)")
-    folder = tmp_path_factory.mktemp("triton")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, f"triton=={OLD_TRITON}"]
-    environment = os.environ | {"PIP_CONFIG_FILE": os.devnull}  # .venv's holds triton to its own version
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"Triton {OLD_TRITON} cannot be installed: {done.stderr.strip()[-200:]}")
-    return folder
+    try:
+        return compilers.install(OLD_TRITON)
+    except llama.UsageError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow

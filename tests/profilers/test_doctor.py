@@ -1,5 +1,6 @@
 """The doctor finds what it should in the answers of a second Python, with device files and profilers of all kinds."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from profilers import doctor
+from profilers import doctor, stacks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "profilers" / "doctor.sh"
@@ -133,6 +134,62 @@ def test_wsl_has_one_file_for_gpus_of_all_makes(here, monkeypatch, build, has_sm
     if build != "cpu":
         ((found, text, _),) = diagnose("gpu", build, gpus=[])
         assert found == ("FAIL" if has_smi else "WARN") and (f"{here / 'dxg'} is there" in text) == has_smi
+
+
+@pytest.mark.parametrize("arch, build, triton, told, link", [
+    ("gfx942", "rocm 10.0", "3.8.0", "Triton 3.8 on gfx942: products of other", "triton-lang/triton/issues/11696"),
+    ("gfx942", "rocm 7.2", "3.6.0+git6213a0e8", "Triton 3.6 on gfx942: ", "triton-lang/triton/issues/11696"),
+    ("gfx950", "rocm 7.2", "3.7.0+amd.rocm7.0.0.git8900", "Triton 3.7 on gfx950: AMD's", "ROCm/aiter/pull/4163"),
+    ("gfx950", "rocm 10.1", "3.8.0", "Triton 3.8 on gfx950: split-K products", "ROCm/aiter/pull/5428"),
+    ("gfx950", "rocm 10.0", "3.9.0", "ROCm 10.0 on gfx950: PyTorch's own attention", "ROCm/TheRock/issues/7696"),
+    ("gfx942", "rocm 10.0", "3.9.0", None, None), ("gfx90a", "rocm 10.0", "3.8.0", None, None),
+    ("sm_90", "cuda 13.0", "3.8.0", None, None), ("gfx942", "rocm 7.2", None, None, None),
+])  # fmt: skip
+def test_a_stack_that_is_known_to_be_bad(monkeypatch, arch, build, triton, told, link):
+    monkeypatch.setattr(stacks, "costs", lambda *_: [])
+    until = None if triton else "triton"
+    found = diagnose("stack", build, gpus=[GPU | {"arch": arch}], triton=triton, until=until)
+    assert len(found) == bool(told)
+    for level, text, _ in found:
+        assert level == "WARN" and text.startswith(f"stack: {told}") and text.endswith(f": https://github.com/{link}")
+
+
+def test_several_gpus_and_releases_are_told_once():
+    found = [where for where, _ in stacks.known_bad(["gfx950", "gfx950", "gfx942"], (10, 0), (3, 8))]
+    assert found == ["Triton 3.8 on gfx942", "Triton 3.8 on gfx950", "ROCm 10.0 on gfx950"]
+
+
+def test_what_is_known_to_be_bad_does_not_hit_the_kernels_here():
+    """It says that they have one stage."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "compiled_kernels.json").read_text())["rows"]
+    stages = {row["options"]["num_stages"] for row in rows if row["has_dot"] and row["arch"].startswith("gfx")}
+    assert stages == {1}
+
+
+@pytest.mark.parametrize("triton, arch, lower, there", [
+    ("3.6.0", "gfx942", 5, "12.5 %"), ("3.7.1+git", "gfx942", 1, "no code"), ("3.8.0", "gfx942", 0, None),
+    ("3.6.0", "gfx950", 0, None), ("3.5.0", "gfx942", 0, None), ("3.9.0", "gfx942", 0, None),
+])  # fmt: skip
+def test_what_a_triton_costs(tmp_path, monkeypatch, triton, arch, lower, there):
+    def part(version, lower, figures):
+        by_version = {version: figures, "3.9.0": {"occupancy": 0.25}}
+        worst = dict(kernel="some_kernel", precision="bf16", tile="8 m", compiled=by_version) if lower else None
+        return dict(version=version, newest="3.9.0", arch="gfx942", launches=9, lower=lower, worst=worst)
+
+    file = tmp_path / "compilers.json"
+    parts = [("3.6.0", 5, {"occupancy": 0.125}), ("3.7.1", 1, None), ("3.8.0", 0, {}), ("3.9.0", 0, {})]
+    file.write_text(json.dumps({"summary": [part(*each) for each in parts]}))
+    monkeypatch.setattr(stacks, "COMPILERS", file)
+    monkeypatch.setattr(stacks, "KNOWN_BAD", ())
+    told = f"stack: Triton {triton[:5]} on gfx942: {lower} of 9 launches have less occupancy than with 3.9.0, "
+    told += f"the most some_kernel (bf16; 8 m), {there} instead of 25 %"
+    found = diagnose("stack", gpus=[GPU | {"arch": arch}], triton=triton)
+    assert [text for _, text, _ in found] == [told] * bool(lower)
+
+
+def test_the_recorded_costs_are_told():
+    found = [*stacks.costs(["gfx942"], (3, 6)), *stacks.costs(["gfx942"], (3, 9))]
+    assert len(found) == 1 and found[0].startswith("Triton 3.6.0 on gfx942: ")
 
 
 def test_access(here, monkeypatch):

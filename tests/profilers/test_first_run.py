@@ -65,6 +65,15 @@ def test_each_part_has_a_log_and_a_row(machine, release, breaks):
     assert not any(b"secret" in content for content in packed.values())
 
 
+def test_what_the_doctor_knows_of_the_stack_stands_in_the_summary(machine):
+    lines = ["WARN  stack      Triton 3.8 on gfx950: it is bad", f"{'':17}another tile"]
+    said = " ".join(map(shlex.quote, ["OK    gpu        0", *lines, "OK    access     all"]))
+    run = without_pytorch(machine.with_rocm("7.1"), f"doctor) printf '%s\\n' {said}").start(SCRIPT)
+    (summary,) = machine.work.glob("first_run_*/summary.txt")
+    for text in (run.out, summary.read_text()):
+        assert "\n\n" + "\n".join(lines) + "\n\n" in text and "access" not in text
+
+
 def test_a_dry_run_prints_commands_that_the_programs_accept(machine):
     others = dict.fromkeys(("NAME", "RESULT", "ROOT", "ARGUMENTS", "DRY_RUN"), "/of/somebody/else")
     run = machine.with_gpu(90500).start(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)
