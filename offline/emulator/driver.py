@@ -105,7 +105,8 @@ class Launcher:
     """Pack the arguments as the HIP runtime does, and run them on the driver's machine."""
 
     def __init__(self, source, metadata):
-        if metadata.global_scratch_size or metadata.profile_scratch_size:
+        # Kernels of Triton 3.6 and 3.7 have no size of the first.
+        if getattr(metadata, "global_scratch_size", 0) or metadata.profile_scratch_size:
             raise NotImplementedError(f"{metadata.name} asks for global scratch memory, which is not emulated")
         self.metadata, self.signature = metadata, source.signature
 

@@ -416,7 +416,26 @@ def round_to_fp8(inst, exponent_bits):
     return execute
 
 
+def swizzle(inst):
+    """ds_swizzle_b32: reads from another lane of the same 32, or of the same four; 0 from one that is not active."""
+    destination, source = inst.vdst.offset % REGISTERS, inst.addr.offset % REGISTERS
+    pattern, lane = inst.offset1 << 8 | inst.offset0, np.arange(LANES)
+    if pattern >> 14 == 3:
+        raise NotImplementedError(f"{inst!r} is not emulated: it rotates")
+    if pattern >> 15:
+        read = lane & ~3 | pattern >> 2 * (lane & 3) & 3
+    else:
+        read = lane & ~31 | ((lane & pattern & 31 | pattern >> 5 & 31) ^ pattern >> 10 & 31)
+
+    def execute(wave):
+        values = np.where(wave.active, wave.vector[source], 0)[read]
+        wave.vector[destination][wave.active] = values[wave.active]
+
+    return execute
+
+
 IN_PYTHON = {
+    "DS_SWIZZLE_B32": swizzle,
     "V_PERMLANE16_SWAP_B32_E32": functools.partial(swap_rows, rows=16),
     "V_PERMLANE32_SWAP_B32_E32": functools.partial(swap_rows, rows=32),
     "S_SETREG_IMM32_B32": set_mode,

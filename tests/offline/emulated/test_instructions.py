@@ -94,3 +94,20 @@ def test_a_conversion_of_a_scalar_register_and_a_constant(name, wave):
     execute(wave, name, v[2], s[5], 4.0, *[1.0] * ("scalef32" in name))
     bytes_ = torch.from_numpy(wave.vector[2].view("uint8").reshape(LANES, 4)[:, :2].copy())
     assert (bytes_.view(CONVERSIONS[name]).float() == torch.tensor([-1.5, 4.0])).all()
+
+
+@pytest.mark.parametrize("offsets, read", [
+    ((0x1F, 0x40), lambda lane: lane ^ 16), ((0x1F, 0x04), lambda lane: lane ^ 1),
+    ((0x10, 0x00), lambda lane: lane & 48), ((0xFF, 0x00), lambda lane: lane & 32 | lane & 31 | 7),
+    ((0b00_01_10_11, 0x80), lambda lane: lane ^ 3),
+])  # fmt: skip
+def test_a_swizzle_reads_from_other_lanes(wave, offsets, read):
+    """Of those that are not active it reads 0, and does not write them."""
+    active = [lane % 3 > 0 for lane in range(LANES)]
+    for half in range(2):
+        wave.scalar[EXEC + half] = sum(on << lane for lane, on in enumerate(active[32 * half : 32 * half + 32]))
+    wave.vector[1], wave.vector[2] = range(100, 100 + LANES), 7
+    execute(wave, "ds_swizzle_b32", vdst=v[2], addr=v[1], offset0=offsets[0], offset1=offsets[1])
+    values = [100 + lane if active[lane] else 0 for lane in range(LANES)]
+    expected = [values[read(lane)] if active[lane] else 7 for lane in range(LANES)]
+    assert wave.vector[2].tolist() == expected
