@@ -416,25 +416,39 @@ def round_to_fp8(inst, exponent_bits):
     return execute
 
 
+def reading_lanes(inst, register, find_lanes):
+    """Copy a register from other lanes, by their numbers; one that is not active gives 0, and gets nothing."""
+    destination, source = inst.vdst.offset % REGISTERS, register.offset % REGISTERS
+    if inst.acc:
+        raise NotImplementedError(f"{inst!r} is not emulated on accumulation registers")
+
+    def execute(wave):
+        values = np.where(wave.active, wave.vector[source], 0)[find_lanes(wave)]
+        wave.vector[destination][wave.active] = values[wave.active]
+
+    return execute
+
+
+def permute(inst):
+    """ds_bpermute_b32: reads from the lane at an address. tinygrad reads 0 where that is 4 * 64 or more."""
+    address, offset = inst.addr.offset % REGISTERS, inst.offset1 << 8 | inst.offset0
+    return reading_lanes(inst, inst.data0, lambda wave: (wave.vector[address] + np.uint32(offset)) // 4 % LANES)
+
+
 def swizzle(inst):
-    """ds_swizzle_b32: reads from another lane of the same 32, or of the same four; 0 from one that is not active."""
-    destination, source = inst.vdst.offset % REGISTERS, inst.addr.offset % REGISTERS
+    """ds_swizzle_b32: reads from a lane of the same 32, by and, or and xor with its number, or from one of four."""
     pattern, lane = inst.offset1 << 8 | inst.offset0, np.arange(LANES)
     if pattern >> 14 == 3:
         raise NotImplementedError(f"{inst!r} is not emulated: it rotates")
     if pattern >> 15:
         read = lane & ~3 | pattern >> 2 * (lane & 3) & 3
     else:
-        read = lane & ~31 | ((lane & pattern & 31 | pattern >> 5 & 31) ^ pattern >> 10 & 31)
-
-    def execute(wave):
-        values = np.where(wave.active, wave.vector[source], 0)[read]
-        wave.vector[destination][wave.active] = values[wave.active]
-
-    return execute
+        read = lane & ~31 | (lane & pattern & 31 | pattern >> 5 & 31) ^ pattern >> 10 & 31
+    return reading_lanes(inst, inst.addr, lambda wave: read)
 
 
 IN_PYTHON = {
+    "DS_BPERMUTE_B32": permute,
     "DS_SWIZZLE_B32": swizzle,
     "V_PERMLANE16_SWAP_B32_E32": functools.partial(swap_rows, rows=16),
     "V_PERMLANE32_SWAP_B32_E32": functools.partial(swap_rows, rows=32),

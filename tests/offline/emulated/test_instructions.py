@@ -96,18 +96,35 @@ def test_a_conversion_of_a_scalar_register_and_a_constant(name, wave):
     assert (bytes_.view(CONVERSIONS[name]).float() == torch.tensor([-1.5, 4.0])).all()
 
 
-@pytest.mark.parametrize("offsets, read", [
-    ((0x1F, 0x40), lambda lane: lane ^ 16), ((0x1F, 0x04), lambda lane: lane ^ 1),
-    ((0x10, 0x00), lambda lane: lane & 48), ((0xFF, 0x00), lambda lane: lane & 32 | lane & 31 | 7),
-    ((0b00_01_10_11, 0x80), lambda lane: lane ^ 3),
-])  # fmt: skip
-def test_a_swizzle_reads_from_other_lanes(wave, offsets, read):
-    """Of those that are not active it reads 0, and does not write them."""
+@pytest.fixture
+def every_third_lane_off(wave):
+    """Which lanes are active: v1 has 100 and the number of each lane, v2 has 7."""
     active = [lane % 3 > 0 for lane in range(LANES)]
     for half in range(2):
         wave.scalar[EXEC + half] = sum(on << lane for lane, on in enumerate(active[32 * half : 32 * half + 32]))
     wave.vector[1], wave.vector[2] = range(100, 100 + LANES), 7
-    execute(wave, "ds_swizzle_b32", vdst=v[2], addr=v[1], offset0=offsets[0], offset1=offsets[1])
+    return active
+
+
+def assert_read(wave, active, read):
+    """v2 has v1 of other lanes: 0 of those that are not active, which get nothing."""
     values = [100 + lane if active[lane] else 0 for lane in range(LANES)]
-    expected = [values[read(lane)] if active[lane] else 7 for lane in range(LANES)]
-    assert wave.vector[2].tolist() == expected
+    assert wave.vector[2].tolist() == [values[read(lane)] if active[lane] else 7 for lane in range(LANES)]
+
+
+@pytest.mark.parametrize("offsets, read", [
+    ((0x1F, 0x40), lambda lane: lane ^ 16), ((0x1F, 0x04), lambda lane: lane ^ 1),
+    ((0x10, 0x00), lambda lane: lane & 48), ((0xFF, 0x00), lambda lane: lane | 7),
+    ((0b00_01_10_11, 0x80), lambda lane: lane ^ 3),
+])  # fmt: skip
+def test_a_swizzle_reads_from_other_lanes(wave, every_third_lane_off, offsets, read):
+    execute(wave, "ds_swizzle_b32", vdst=v[2], addr=v[1], offset0=offsets[0], offset1=offsets[1])
+    assert_read(wave, every_third_lane_off, read)
+
+
+@pytest.mark.parametrize("beyond", [0, 4 * 64, 3])
+def test_a_permutation_heeds_six_bits_of_its_address(wave, every_third_lane_off, beyond):
+    """Triton gives the number of the thread in the workgroup."""
+    wave.vector[0] = [4 * (lane ^ 32) + beyond for lane in range(LANES)]
+    execute(wave, "ds_bpermute_b32", vdst=v[2], addr=v[0], data0=v[1], offset0=8)
+    assert_read(wave, every_third_lane_off, lambda lane: ((lane ^ 32) + 2) % LANES)
