@@ -206,8 +206,9 @@ def probe_stack(answers, problem, build):
     release, triton = (rocm.release_in(text) for text in (build.removeprefix("rocm "), answers.get("triton", "")))
     for where, stack in stacks.known_bad(architectures, release, triton):
         yield WARN, f"{where}: {stack.what}: {stack.link}", stack.remedy
-    for sentence in stacks.costs(architectures, triton):
-        yield WARN, sentence, "a newer Triton has more, where PyTorch takes it; docs/rocm.md lists the launches"
+    for sentence, is_heavy in stacks.costs(architectures, triton):
+        remedy = ["a newer Triton has more, where PyTorch takes it; docs/rocm.md lists the launches"]
+        yield WARN if is_heavy else OK, sentence, *remedy * is_heavy
 
 
 def probe_access(answers, problem, build):

@@ -76,7 +76,7 @@ def known_bad(architectures, rocm, triton):
 
 
 def costs(architectures, triton):
-    """Yield a sentence for each GPU on which a release of Triton, a tuple or None, costs occupancy."""
+    """Yield (a sentence, whether half is lost) of each GPU on which this Triton, a tuple or None, costs occupancy."""
     if not COMPILERS.exists():  # results may have been taken away
         return
     for part in json.loads(COMPILERS.read_text())["summary"]:
@@ -85,12 +85,12 @@ def costs(architectures, triton):
 
 
 def cost_of(part):
-    """Return a part of the summary of compilers.json in a sentence."""
+    """Return what costs() yields for a part of the summary of compilers.json."""
     worst, version, newest = part["worst"], part["version"], part["newest"]
-    found = {name: worst["compiled"][name] for name in (version, newest)}
-    occupancy = {name: f"{100 * each['occupancy']:.3g} %" if each else "no code" for name, each in found.items()}
-    return (
+    there, best = ((worst["compiled"][name] or {}).get("occupancy", 0) for name in (version, newest))
+    sentence = (
         f"Triton {version} on {part['arch']}: {part['lower']} of {part['launches']} launches have less occupancy than "
         f"with {newest}, the most {worst['kernel']} ({worst['precision']}; {worst['tile']}), "
-        f"{occupancy[version]} instead of {occupancy[newest]}"
+        f"{100 * there:.3g} % instead of {100 * best:.3g} %"
     )
+    return sentence, there <= best / 2

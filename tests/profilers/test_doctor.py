@@ -167,7 +167,7 @@ def test_what_is_known_to_be_bad_does_not_hit_the_kernels_here():
 
 
 @pytest.mark.parametrize("triton, arch, lower, there", [
-    ("3.6.0", "gfx942", 5, "12.5 %"), ("3.7.1+git", "gfx942", 1, "no code"), ("3.8.0", "gfx942", 0, None),
+    ("3.6.0", "gfx942", 5, "12.5 %"), ("3.7.1+git", "gfx942", 1, "0 %"), ("3.8.0", "gfx942", 2, "15 %"),
     ("3.6.0", "gfx950", 0, None), ("3.5.0", "gfx942", 0, None), ("3.9.0", "gfx942", 0, None),
 ])  # fmt: skip
 def test_what_a_triton_costs(tmp_path, monkeypatch, triton, arch, lower, there):
@@ -177,7 +177,12 @@ def test_what_a_triton_costs(tmp_path, monkeypatch, triton, arch, lower, there):
         return dict(version=version, newest="3.9.0", arch="gfx942", launches=9, lower=lower, worst=worst)
 
     file = tmp_path / "compilers.json"
-    parts = [("3.6.0", 5, {"occupancy": 0.125}), ("3.7.1", 1, None), ("3.8.0", 0, {}), ("3.9.0", 0, {})]
+    parts = [
+        ("3.6.0", 5, {"occupancy": 0.125}),
+        ("3.7.1", 1, None),
+        ("3.8.0", 2, {"occupancy": 0.15}),
+        ("3.9.0", 0, {}),
+    ]
     file.write_text(json.dumps({"summary": [part(*each) for each in parts]}))
     monkeypatch.setattr(stacks, "COMPILERS", file)
     monkeypatch.setattr(stacks, "KNOWN_BAD", ())
@@ -185,11 +190,12 @@ def test_what_a_triton_costs(tmp_path, monkeypatch, triton, arch, lower, there):
     told += f"the most some_kernel (bf16; 8 m), {there} instead of 25 %"
     found = diagnose("stack", gpus=[GPU | {"arch": arch}], triton=triton)
     assert [text for _, text, _ in found] == [told] * bool(lower)
+    assert [level for level, _, _ in found] == ["OK" if there == "15 %" else "WARN"] * bool(lower)
 
 
 def test_the_recorded_costs_are_told():
     found = [*stacks.costs(["gfx942"], (3, 6)), *stacks.costs(["gfx942"], (3, 9))]
-    assert len(found) == 1 and found[0].startswith("Triton 3.6.0 on gfx942: ")
+    assert len(found) == 1 and found[0][0].startswith("Triton 3.6.0 on gfx942: ")
 
 
 def test_access(here, monkeypatch):
