@@ -1,7 +1,7 @@
 """Compile every launch for AMD GPUs with several releases of Triton, and report what each release costs.
 
     python -m offline.compilers                               write benchmarks/results/compilers.json
-    python -m offline.compilers --versions 3.7.1 3.9.0 --architectures gfx942 --output other.json
+    python -m offline.compilers --versions 3.7.1 3.9.0 --architectures gfx942 --cases small --output-dir .
 
 Each release is installed once from PyPI, into .compilers/ and not into this environment, and runs `python -m
 offline.pages --check` there. The newest of the releases is what the others are compared with: by the occupancy of each
@@ -25,11 +25,13 @@ if not __package__:
 
 import torch
 
+import tiny_llama_v3 as llama
 from measure.command_line import Parser, UsageError, positive, program
 from measure.device import require_triton
 from measure.results import RESULTS, ROOT, header
 from offline.architectures import CHIPS, is_amd
 from offline.pages import write_lines
+from offline.recorded import CASES
 
 FOLDER, RESULT = ROOT / ".compilers", RESULTS / "compilers.json"
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # those that PyTorch for ROCm 7.2 to 10.1 brings, and the newest
@@ -76,7 +78,7 @@ def compile_with(version, options):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
         command = [sys.executable, "-m", "offline.pages", "--check", "--architectures", *options.architectures]
-        command += ["--processes", str(options.processes), "--json", str(file)]
+        command += ["--cases", *options.cases, "--processes", str(options.processes), "--json", str(file)]
         print(f"Triton {version}: compiling", flush=True)
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if not file.exists():
@@ -142,8 +144,9 @@ def main(argv):
     add = parser.add_argument
     add("--versions", nargs="+", default=VERSIONS, metavar="VERSION", help=f"(default: {' '.join(VERSIONS)})")
     add("--architectures", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES, help="(default: all)")
+    add("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="(default: all)")
     add("--processes", type=positive, default=min(os.cpu_count(), 8), help="(default: %(default)s)")
-    add("--output", type=Path, default=RESULT, metavar="FILE", help="(default: benchmarks/results/compilers.json)")
+    add("--output-dir", default=str(RESULTS), metavar="DIR", help="(default: benchmarks/results)")
     options = parser.parse_args(argv)
     require_triton()
     if wrong := [version for version in options.versions if not re.fullmatch(r"\d+\.\d+\.\d+", version)]:
@@ -151,15 +154,16 @@ def main(argv):
     versions = sorted(set(options.versions), key=number_of)
     if len(versions) < 2:
         raise UsageError(f"--versions {versions[0]}: give two releases or more, which are compared")
+    path = llama.writable_folder("--output-dir", options.output_dir) / RESULT.name
     for version in versions:  # all of them before the first one takes minutes
         install(version)
     rows = merged({version: compile_with(version, options) for version in versions})
     result = header("compilers", torch.device("cpu"), argv, "offline")
     summary = summarize(rows, versions)
-    write_lines(options.output, result | {"versions": versions, "summary": summary}, rows)
+    write_lines(path, result | {"versions": versions, "summary": summary}, rows)
     for part in summary:
         print("Triton {version} on {arch}: {lower} of {launches} launches have less occupancy".format(**part))
-    print(f"Written: {options.output}")
+    print(f"Written: {path}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """What releases of Triton cost: the comparison, the installing, and that the result is of today's launches."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -85,11 +86,35 @@ def test_a_release_is_installed_once(monkeypatch, tmp_path):
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_told_in_a_line_and_leaves_nothing(monkeypatch, tmp_path, capsys, versions, told):
     pip(monkeypatch, tmp_path, 1, "trying\nno such release\n")
-    output = tmp_path / "result.json"
-    assert compilers.main(["--versions", *versions, "--output", str(output)]) == 2
+    output = tmp_path / "results"
+    assert compilers.main(["--versions", *versions, "--output-dir", str(output)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("compilers.py: error: ") and told in error and error.count("\n") == 1
-    assert not output.exists() and not list(tmp_path.glob("kept/*"))
+    assert not list(output.glob("*")) and not list(tmp_path.glob("kept/*"))
+
+
+def test_the_rows_of_each_release_go_into_one_file(monkeypatch, tmp_path):
+    """Each is compiled by its own Triton, which comes first in the path; another than the asked one is refused."""
+    pip(monkeypatch, tmp_path, 0)
+    compiled_by = {"1.9.0": OLD, "1.10.0": NEW}
+
+    def run(command, env, **options):
+        version = env["PYTHONPATH"].split(":")[0].rpartition("-")[2]
+        told = {"triton": version.replace("1.11", "1.12"), "rows": compiled_by.get(version, NEW)}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(told))
+        assert command[1:3] == ["-m", "offline.pages"] and "--check" in command
+        return SimpleNamespace(returncode=1, stdout="a launch spills\n", stderr="")
+
+    for version in ("1.9.0", "1.10.0", "1.11.0"):
+        compilers.install(version)
+    monkeypatch.setattr(compilers.subprocess, "run", run)
+    monkeypatch.setattr(compilers, "header", lambda *_: {"benchmark": "compilers"})
+    flags = ["--output-dir", str(tmp_path / "results")]
+    assert compilers.main(["--versions", "1.10.0", "1.9.0", *flags]) == 0
+    result = json.loads((tmp_path / "results" / "compilers.json").read_text())
+    assert result["versions"] == ["1.9.0", "1.10.0"]  # by number
+    assert result["rows"] == compilers.merged(compiled_by) and len(result["summary"]) == 2
+    assert compilers.main(["--versions", "1.10.0", "1.11.0", *flags]) == 2
 
 
 # --- the result
