@@ -1970,7 +1970,8 @@ ATTENTION_TILES = {
     ("gfx125", "half", 128): ((128, 64, 8, 1), (128, 32, 8, 1), (32, 128, 8, 1), (32, 64, 4, 1)),
     # Compiled: 16 rows of a product for each wave where registers allow it. Above 256 registers one wave fills a SIMD.
     ("cdna", "half", 64): ((128, 64, 4, 1), (128, 32, 4, 1), (32, 128, 4, 1), (32, 64, 4, 1)),
-    ("cdna", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    ("gfx950", "half", 128): ((128, 32, 4, 1), (128, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    ("cdna", "half", 128): ((128, 32, 4, 1), (128, 16, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
     ("cdna", "any", 64): ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 4, 1), (32, 32, 4, 1)),
     ("cdna", "any", 128): ((64, 16, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     # Compiled for gfx1201, gfx1100 and gfx1151. Of a Radeon's 256 registers none may spill: 8 warps of 32 lanes do what
@@ -2025,6 +2026,8 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     operands = "half" if itemsize == 2 else precision
     # With matrix instructions of 32 x 32, four waves would compute parts of small tiles twice.
     options = {"matrix_instr_nonkdim": 16} if gpu.is_amd else {}
+    if gpu.arch.startswith("gfx9") and pass_name != "fused" and (operands == "half" or block_d > 64):
+        options["waves_per_eu"] = 2  # else Triton 3.6 takes a few more than half of the registers, and one wave is left
     if own := own_tiles(device_type).get(f"{operands} {block_d} {pass_name}"):
         return AttentionTile(*own, options)
     for (row_gpu, row_operands, widest_head), tiles in ATTENTION_TILES.items():
