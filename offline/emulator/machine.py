@@ -419,7 +419,7 @@ def round_to_fp8(inst, exponent_bits):
 def reading_lanes(inst, register, find_lanes):
     """Copy a register from other lanes, by their numbers; one that is not active gives 0, and gets nothing."""
     destination, source = inst.vdst.offset % REGISTERS, register.offset % REGISTERS
-    if inst.acc:
+    if getattr(inst, "acc", 0):
         raise NotImplementedError(f"{inst!r} is not emulated on accumulation registers")
 
     def execute(wave):
@@ -430,21 +430,23 @@ def reading_lanes(inst, register, find_lanes):
 
 
 def permute(inst):
-    """ds_bpermute_b32: reads from the lane at an address. tinygrad reads 0 where that is 4 * 64 or more."""
+    """ds_bpermute_b32: reads from the lane at an address. tinygrad reads 0 where that is beyond the last."""
     address, offset = inst.addr.offset % REGISTERS, inst.offset1 << 8 | inst.offset0
-    return reading_lanes(inst, inst.data0, lambda wave: (wave.vector[address] + np.uint32(offset)) // 4 % LANES)
+    return reading_lanes(
+        inst, inst.data0, lambda wave: (wave.vector[address] + np.uint32(offset)) // 4 % wave.chip.lanes
+    )
 
 
 def swizzle(inst):
     """ds_swizzle_b32: reads from a lane of the same 32, by and, or and xor with its number, or from one of four."""
-    pattern, lane = inst.offset1 << 8 | inst.offset0, np.arange(LANES)
+    pattern, lane = inst.offset1 << 8 | inst.offset0, np.arange(64)
     if pattern >> 14 == 3:
         raise NotImplementedError(f"{inst!r} is not emulated: it rotates")
     if pattern >> 15:
         read = lane & ~3 | pattern >> 2 * (lane & 3) & 3
     else:
         read = lane & ~31 | (lane & pattern & 31 | pattern >> 5 & 31) ^ pattern >> 10 & 31
-    return reading_lanes(inst, inst.addr, lambda wave: read)
+    return reading_lanes(inst, inst.addr, lambda wave: read[: wave.chip.lanes])
 
 
 IN_PYTHON = {
