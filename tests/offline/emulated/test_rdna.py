@@ -620,14 +620,14 @@ def store():
     return ins.global_store_b32(saddr=s[20:21], **fields)
 
 
-def launch(instructions, result=None, grid=(1, 1, 1), n_waves=1, seed=3, scratch_bytes=0):
+def launch(instructions, result=None, grid=(1, 1, 1), n_waves=1, seed=3, scratch_bytes=0, **options):
     """Launch instructions, which find the address of the result in s[20:21]."""
     result = torch.zeros(1) if result is None else result
     memory = TensorMemory([("result", result)])
     code = Code([ins.s_load_b64(s[20:21], s[0:1]), *instructions])
     code.rsrc2, code.scratch_bytes = 7 << 7, scratch_bytes
     arguments = memory.address_of(result).to_bytes(8, "little")
-    Machine(EMULATED, seed).launch(Program(code, EMULATED), grid, arguments, memory, n_waves, 4)
+    Machine(EMULATED, seed, **options).launch(Program(code, EMULATED), grid, arguments, memory, n_waves, 4)
 
 
 def test_workgroups_and_waves_know_their_numbers():
@@ -656,6 +656,13 @@ def test_private_memory_of_another_lane_is_a_fault(offset):
     at = [ins.v_mov_b32_e32(v[A], offset), ins.s_mov_b32(EXEC_LO, 16), inst_of("scratch", "load", "u8", 0)]
     with pytest.raises(Fault, match=f"touches byte {64 * 4 + offset} of the wave's private memory, which has 2048"):
         launch(at, scratch_bytes=64)
+
+
+def test_private_memory_that_was_not_written_is_told():
+    """It holds something else in each of the runs that are compared."""
+    read = [ins.v_mov_b32_e32(v[A], 0), inst_of("scratch", "load", "b32", 0)]
+    with pytest.raises(Fault, match="it depends on registers or LDS that it has not written"):
+        launch([*read, store()], scratch_bytes=64, is_thorough=True)
 
 
 @pytest.mark.parametrize("waits, outcomes", [("after", {1}), ("nowhere", {0, 1}), ("before", {0, 1})])
