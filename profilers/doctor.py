@@ -25,8 +25,9 @@ from profilers import rocm, stacks
 
 NVIDIA = Path("/dev/nvidiactl")
 WSL_PROGRAMS = "/usr/lib/wsl/lib"  # the folder of what the drivers of Windows bring
-KNOWN = dict.fromkeys(("sm_80", "gfx90a", "gfx942", "gfx950"), "every kernel compiles for it, none was run on it")
-KNOWN["sm_90"] = "tested"
+# As in offline/architectures.py, which imports torch.
+COMPILED = "gfx90a gfx942 gfx950 gfx1250 gfx1100 gfx1151 gfx1201 sm_75 sm_80 sm_86 sm_89 sm_100 sm_120"
+KNOWN = dict.fromkeys(COMPILED.split(), "every kernel compiles for it, none was run on it") | {"sm_90": "tested"}
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
 # What a second Python does. Each answer is a line of JSON, so that those before a crash are known.

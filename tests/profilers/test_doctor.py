@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from offline.architectures import CHIPS
 from profilers import doctor, stacks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +78,7 @@ def test_torch_is_built_for_this_machine(here, devices, build, level, told):
     ("triton", {"until": "triton"}, "WARN", "cannot be imported: exit status 1: boom"),
     ("gpu", {}, "OK", "0: AMD Instinct MI300X, gfx942, 180 of 192 GiB free (every kernel compiles for it, none"),
     ("gpu", {"build": "cuda 13.0", "gpus": [GPU | {"arch": "sm_90"}]}, "OK", "(tested)"),
-    ("gpu", {"gpus": [GPU | {"arch": "gfx1100"}]}, "WARN", "nothing is known of it"),
+    ("gpu", {"gpus": [GPU | {"arch": "gfx1030"}]}, "WARN", "nothing is known of it"),
     ("gpu", {"gpus": [GPU | {"free": 95 * 2**30}]}, "WARN", "95 of 192 GiB free: someone else uses it"),
     ("gpu", {"gpus": [GPU | {"free": 96 * 2**30}]}, "OK", "96 of 192"),
     ("gpu", {"build": "cpu", "gpus": []}, "WARN", "this PyTorch uses none"),
@@ -288,3 +289,7 @@ def test_a_python_that_is_too_old(tmp_path):
     old.chmod(0o755)
     done = run_doctor(old)
     assert done.returncode == 2 and done.stderr.startswith(f"doctor.sh: error: {old} is not Python 3.10 or newer")
+
+
+def test_what_is_compiled_is_known():
+    assert doctor.KNOWN.keys() == CHIPS.keys()
