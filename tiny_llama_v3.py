@@ -2759,17 +2759,10 @@ def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(2, n_rows, dtype=torch.float32)
     block_size = min(next_power_of_2(n_cols), CROSS_ENTROPY_BLOCK * (1 if n_cols <= 65536 else 2))
-    threads = max(128, block_size // CROSS_ENTROPY_PER_THREAD)
+    warps = max(128, block_size // CROSS_ENTROPY_PER_THREAD) // get_gpu(logits.device.type).warp_size
     scalars = logits.stride(0), gradient_scale, ignore_index
     constants = dict(N_COLS=n_cols, BLOCK_SIZE=block_size)
-    launch(
-        cross_entropy_kernel,
-        (n_rows,),
-        (logits, targets, losses),
-        scalars,
-        constants,
-        num_warps=threads // get_gpu(logits.device.type).warp_size,
-    )
+    launch(cross_entropy_kernel, (n_rows,), (logits, targets, losses), scalars, constants, num_warps=warps)
     return losses
 
 

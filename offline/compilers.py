@@ -51,18 +51,9 @@ def install(version):
         FOLDER.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:  # so that an incomplete copy is never used
             copy = Path(scratch, "copy")
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-deps",
-                "--target",
-                copy,
-                f"triton=={version}",
-            ]
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
             environment = os.environ | {"PIP_CONFIG_FILE": os.devnull}  # .venv's holds triton to its own version
+            command = [*pip, "--target", copy, f"triton=={version}"]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
