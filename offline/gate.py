@@ -143,9 +143,8 @@ SCRATCH_OF_WIDE_HEADS = {
     },
 }
 MISTAKES_SCRATCH = {"gfx1100": 20, "gfx1151": 20}  # of attention with strided keys and values, slow on purpose
-# Of AMD's scalar registers, into lanes of a vector register and not into memory. gfx1201 rounds to FP8 in software.
-SCALAR_SPILLS = {("gfx1201", "fp8_quantize_kernel"): 15}
-FEW_SCALAR_SPILLS = 1  # elsewhere
+SCALAR_SPILLS = 1  # of AMD's scalar registers, into lanes of a vector register and not into memory
+SCALAR_SPILLS_OF = {("gfx1201", "fp8_quantize_kernel"): 15}  # which rounds to FP8 in software
 WIDE_SHARE = 0.5
 NARROW = {"token_order_kernel"}  # Triton 3.3 loads just the lower halves of its 64-bit tokens, from the cache
 
@@ -167,7 +166,7 @@ def violations(row):
     if row.get("error"):
         return [f"{launch}: does not compile: {row['error']}"]
     chip, threads = CHIPS[arch], row["warps"] * wave_size(arch)
-    scratch, scalars = scratch_limit(row), SCALAR_SPILLS.get((arch, row["kernel"]), FEW_SCALAR_SPILLS)
+    scratch, scalars = scratch_limit(row), SCALAR_SPILLS_OF.get((arch, row["kernel"]), SCALAR_SPILLS)
     # Instinct alone multiplies matrices of fp32; on NVIDIA they must be rounded to TF32.
     needs_matrix = row["has_dot"] and (row["precision"] != "fp32" or gpu_of(arch).family == "cdna")
     limits = [

@@ -113,7 +113,7 @@ def test_the_sweep_has_registers_on_a_gpu(run):
 @pytest.mark.parametrize("arch, registers, share", [
     ("sm_90", 64, 0.5),  # 32 of 64 warps: 65536 registers / (64 x 32)
     ("gfx942", 64, 1.0),  # 32 of 32 waves: 4 x 512 / 64
-    ("sm_89", 64, None),  # nothing is known of it
+    ("sm_70", 64, None),  # nothing is known of it
     ("sm_90", None, None),  # interpreted
 ])  # fmt: skip
 def test_what_occupancy_registers_allow(arch, registers, share):
