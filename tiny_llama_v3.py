@@ -2026,10 +2026,12 @@ def attention_tile(pass_name, itemsize, block_d, precision, device_type):
     operands = "half" if itemsize == 2 else precision
     # With matrix instructions of 32 x 32, four waves would compute parts of small tiles twice.
     options = {"matrix_instr_nonkdim": 16} if gpu.is_amd else {}
-    if gpu.arch.startswith("gfx9") and pass_name != "fused" and (operands == "half" or block_d > 64):
-        options["waves_per_eu"] = 2  # else Triton 3.6 takes a few more than half of the registers, and one wave is left
     if own := own_tiles(device_type).get(f"{operands} {block_d} {pass_name}"):
         return AttentionTile(*own, options)
+    # Else Triton 3.6 takes a few more than half of the registers, and one wave is left. More than two would not fit.
+    is_large = block_d > 64 and pass_name != "fused" or block_d == 64 and pass_name == "dkdv" and operands == "half"
+    if is_large and gpu.arch.startswith("gfx9"):
+        options["waves_per_eu"] = 2
     for (row_gpu, row_operands, widest_head), tiles in ATTENTION_TILES.items():
         fits = row_operands in (operands, "any") and block_d <= widest_head
         if fits and (row_gpu == gpu.family or gpu.arch.startswith(row_gpu)):

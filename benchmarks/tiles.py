@@ -72,6 +72,11 @@ class Contest(NamedTuple):
         itemsize, _, precision, _ = self.lookup
         return "half" if itemsize == 2 else precision
 
+    @property
+    def options(self):
+        """Return the compiler's options of the others: those of a tile of TINY_LLAMA_TILES."""
+        return {name: value for name, value in self.used.options.items() if name != "waves_per_eu"}
+
 
 def in_place(name, tile, device):
     """Return a context in which one of PASSES has this tile."""
@@ -97,12 +102,12 @@ def contests_of(case):
     for name, launch in launches(case).items():
         C = launch.named_constants
         lookup = itemsize, C["BLOCK_D"], C["PRECISION"], device.type
-        used, others = llama.attention_tile(name, *lookup), {}
+        contest = Contest(name, case, lookup, llama.attention_tile(name, *lookup), {})
         for numbers in itertools.product(sizes, sizes, WARPS, stages):
-            if numbers != used[:4]:
-                with in_place(name, llama.AttentionTile(*numbers, used.options), device):
-                    others[numbers] = launches(case)[name]
-        yield Contest(name, case, lookup, used, others)
+            if numbers != contest.used[:4]:
+                with in_place(name, llama.AttentionTile(*numbers, contest.options), device):
+                    contest.others[numbers] = launches(case)[name]
+        yield contest
 
 
 def compile_all(contests, arch, dtype):
@@ -154,7 +159,7 @@ def hold(run, contest, compiled):
         reason = "not started within --time-limit" if run.is_late() else obstacle(compiled[launch.compiled_as])
         if not reason:
             try:
-                tile = llama.AttentionTile(*numbers, contest.used.options)
+                tile = llama.AttentionTile(*numbers, contest.options)
                 graphs[numbers] = judged_graph(contest, tile, references)
             except ArithmeticError as error:
                 reason = f"wrong: {error}"

@@ -75,15 +75,16 @@ def round_up(value, step):
     return -(-value // step) * step
 
 
-def occupancy(arch, registers, shared_bytes, warps, scalar_registers=0):
+def occupancy(arch, registers, shared_bytes, warps, scalar_registers=0, waves_per_eu=None):
     """Return {"warps": how many fit in one unit, "share" of the maximum, "limit": what prevents more}.
 
+    waves_per_eu: Triton's option for AMD, with which the compiler asks for so many registers that no more fit.
     Each of AMD's gfx9 schedulers also has 800 scalar registers, of which each wave takes 6 more than it names. Programs
     of one wave need no barrier, of which AMD's units have half as many as room for programs. On NVIDIA the system
     reserves shared memory for each program: what a single one cannot have.
     """
     chip = CHIPS[arch]
-    by_registers = min(chip.warps, chip.registers // round_up(max(registers, 1), chip.step))
+    by_registers = min(waves_per_eu or chip.warps, chip.registers // round_up(max(registers, 1), chip.step))
     if arch.startswith("gfx9"):
         by_registers = min(by_registers, 800 // (scalar_registers + 6))
     most, most_programs = 4 * chip.warps, chip.programs

@@ -107,7 +107,7 @@ def make_row(job, compiled, kernels):
             job.arch, job.precision, row["has_dot"], row["bytes"], row["operations"]
         )
         used = row["registers"], row["shared_bytes"], row["warps"], row["scalar_registers"] or 0
-        row["occupancy"] = occupancy(job.arch, *used)
+        row["occupancy"] = occupancy(job.arch, *used, row["options"].get("waves_per_eu"))
     return row
 
 

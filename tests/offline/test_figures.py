@@ -54,6 +54,11 @@ def test_each_file_is_a_row(file, capsys):
     assert new.split() == [paths[1], "gfx950", *counts, "1.00", "38%,", "registers", *instructions]
 
 
+def test_waves_of_a_radeon_have_32_lanes(file, capsys):
+    assert figures.main([file(CODE.format(target="amdgcn-amd-amdhsa--gfx1100", threads=256), 1024)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[1:3] == ["gfx1100", "8"]
+
+
 def test_shared_memory_may_be_given(file, capsys):
     """More than what is beside the file; eight waves make one program on a unit of two."""
     assert figures.main([file(CODE.format(target=NEW, threads=512), 0), "--shared", "131072"]) == 0

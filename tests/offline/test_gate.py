@@ -89,7 +89,8 @@ def test_occupancy_is_the_compilers(checked):
     compared = 0
     for row in checked:
         if row["compiler_occupancy"]:
-            waves = occupancy(row["arch"], row["registers"], 0, 1, row["scalar_registers"])["warps"] // 4
+            used = row["registers"], 0, 1, row["scalar_registers"], row["options"].get("waves_per_eu")
+            waves = occupancy(row["arch"], *used)["warps"] // 4
             assert waves == row["compiler_occupancy"], (row["kernel"], row["arch"], row["registers"])
             compared += 1
     assert compared > 100
@@ -180,6 +181,7 @@ def test_radeons_spill_at_wide_heads_alone_and_no_more_than_now(change, limit):
     row = dict(arch="gfx1100", kernel="flash_attention_backward_dq_kernel", head=128, vector_spills=102)
     lines = gate.violations(GOOD | row | dict(scratch_bytes=420) | change)
     assert [line for line in lines if f"bytes of scratch a thread, limit {limit}" in line] == lines[-1:]
+    assert bool(lines) == (limit is not None)
 
 
 def test_new_kernel_without_an_entry_is_named():
@@ -194,6 +196,11 @@ def test_new_kernel_without_an_entry_is_named():
 def test_wide_share_counts_bytes():
     assert compiler.wide_share({16: 3, 2: 8}) == 48 / 64
     assert compiler.wide_share({}) is None
+
+
+@pytest.mark.parametrize("name", ["v_wmma_f32_16x16x16_bf16", "v_mfma_f32_16x16x4_f32", "tcgen05.mma.cta_group::1"])
+def test_matrix_instructions_are_known(name):
+    assert compiler.is_matrix(name) and not compiler.is_matrix(f"x{name}")
 
 
 @pytest.mark.parametrize("name, access", [

@@ -67,7 +67,8 @@ def test_an_own_tile_has_the_compiler_s_options_of_its_card(use, monkeypatch):
     monkeypatch.setattr(llama, "get_gpu", lambda type: llama.Gpu(type, "AMD Instinct MI300X", "gfx942", 304, 64))
     use(content() | {"attention": {"half 64 dq": [64, 16, 2, 2]}})
     assert llama.attention_tile("dq", 2, 64, "ieee", "cuda") == ((64, 16, 2, 2, {"matrix_instr_nonkdim": 16}))
-    assert llama.attention_tile("dkdv", 2, 64, "ieee", "cuda").options == {"matrix_instr_nonkdim": 16}
+    of_table = llama.attention_tile("dkdv", 2, 64, "ieee", "cuda")
+    assert of_table.options == {"matrix_instr_nonkdim": 16, "waves_per_eu": 2}
 
 
 @pytest.mark.triton
