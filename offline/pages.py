@@ -123,9 +123,7 @@ OVERVIEW = """## All GPUs
 Launches of the three sizes, of nanoGPT's LayerNorm and, apart, of heads of 128. *Spills* are bytes of memory for each
 thread that hold what finds no register; *least occupancy* is that of the launch that leaves most of a multiprocessor
 empty. Where there is no *matrix instruction*, products are computed element by element.
-{notes}
-"""
-NOTES = """
+
 - **Radeons** (RX 7900, Strix Halo, RX 9070) spill at heads of 128 in fp32, and those of gfx11 in bf16 as well: compare
   `--impl sdpa` there, or take heads of 64.
 - **gfx1151** has the code of gfx1100. The figures of **gfx1250** are those of a GPU that few have: its peaks are in no
@@ -148,7 +146,7 @@ def page(result):
         overview_line(*kind, [row for row in result["rows"] if (row["arch"], row["precision"]) == kind])
         for kind in kinds
     ]
-    parts += [OVERVIEW.format(notes=NOTES).strip(), markdown_table(OVERVIEW_COLUMNS, lines), LEGEND.strip()]
+    parts += [OVERVIEW.strip(), markdown_table(OVERVIEW_COLUMNS, lines), LEGEND.strip()]
     rows = [row for row in result["rows"] if row["precision"] == "bf16" and (row["head"] or 0) <= 64]
     for arch in DETAILED:
         chip = CHIPS[arch]

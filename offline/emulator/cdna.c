@@ -258,23 +258,12 @@ static void widen(ARGUMENTS, int count, int exponent_bits, int is_long) {
                       : is_long ? field(word, 32, 9)
                                 : field(word, 0, 9);
     uint32_t select = is_sdwa ? field(word, 48, 3) : 6; /* bytes 0 to 3, halves 4 and 5, or the whole */
-    uint32_t *result = vector + field(word, is_long ? 0 : 17, 8) * LANES;
-    for (int lane = 0; lane < LANES; lane++) {
-        if (!is_active(scalar, lane)) continue;
-        uint32_t codes = operand(scalar, vector, source, lane) >> (select < 4 ? 8 * select : select == 5 ? 16 : 0);
-        for (int i = 0; i < count; i++)
-            result[i * LANES + lane] = float_as_bits(narrow(codes >> 8 * i & 255, exponent_bits, 7 - exponent_bits));
-    }
+    uint32_t shift = select < 4 ? 8 * select : select == 5 ? 16 : 0;
+    widen_bytes(scalar, vector, source, shift, field(word, is_long ? 0 : 17, 8), count, exponent_bits);
     go_on(scalar, is_sdwa || is_long ? 8 : 4);
 }
 
-#define WIDEN(name, count, exponent_bits) \
-    INSTRUCTION(v_cvt_##name##_e32) { widen(PASSED, count, exponent_bits, 0); } \
-    INSTRUCTION(v_cvt_##name##_e64) { widen(PASSED, count, exponent_bits, 1); }
-WIDEN(f32_fp8, 1, 4)
-WIDEN(f32_bf8, 1, 5)
-WIDEN(pk_f32_fp8, 2, 4)
-WIDEN(pk_f32_bf8, 2, 5)
+WIDEN_ALL
 
 static void widen_scaled(ARGUMENTS, int count, int bits, int exponent_bits, enum type to) {
     uint64_t word = word_at(scalar);

@@ -276,3 +276,22 @@ static void move_pair(ARGUMENTS, int words, int stride, int reads) {
     }
     go_on(scalar, 8);
 }
+
+/* Bytes of an operand, from bit `shift` on, become as many numbers of 32 bits. */
+static inline void widen_bytes(uint32_t *scalar, uint32_t *vector, uint32_t source, uint32_t shift, uint32_t to,
+                               int count, int exponent_bits) {
+    uint32_t *result = vector + to * LANES;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (!is_active(scalar, lane)) continue;
+        uint32_t codes = operand(scalar, vector, source, lane) >> shift;
+        for (int i = 0; i < count; i++)
+            result[i * LANES + lane] = float_as_bits(narrow(codes >> 8 * i & 255, exponent_bits, 7 - exponent_bits));
+    }
+}
+
+#define WIDEN(name, count, exponent_bits) \
+    INSTRUCTION(v_cvt_##name##_e32) { widen(PASSED, count, exponent_bits, 0); } \
+    INSTRUCTION(v_cvt_##name##_e64) { widen(PASSED, count, exponent_bits, 1); }
+#define WIDEN_ALL \
+    WIDEN(f32_fp8, 1, 4) WIDEN(f32_bf8, 1, 5) \
+    WIDEN(pk_f32_fp8, 2, 4) WIDEN(pk_f32_bf8, 2, 5)

@@ -273,21 +273,9 @@ static void widen(ARGUMENTS, int count, int exponent_bits, int is_long) {
     uint64_t word = word_at(scalar);
     uint32_t source = field(word, is_long ? 32 : 0, 9), shift = 0;
     if (is_long) shift = 16 * field(word, 11, 1) + (count == 1 ? 8 * field(word, 12, 1) : 0);
-    uint32_t *result = vector + field(word, is_long ? 0 : 17, 8) * LANES;
-    for (int lane = 0; lane < LANES; lane++) {
-        if (!is_active(scalar, lane)) continue;
-        uint32_t codes = operand(scalar, vector, source, lane) >> shift;
-        for (int i = 0; i < count; i++)
-            result[i * LANES + lane] = float_as_bits(narrow(codes >> 8 * i & 255, exponent_bits, 7 - exponent_bits));
-    }
+    widen_bytes(scalar, vector, source, shift, field(word, is_long ? 0 : 17, 8), count, exponent_bits);
     go_on(scalar, is_long ? 8 : 4);
 }
 
-#define WIDEN(name, count, exponent_bits) \
-    INSTRUCTION(v_cvt_##name##_e32) { widen(PASSED, count, exponent_bits, 0); } \
-    INSTRUCTION(v_cvt_##name##_e64) { widen(PASSED, count, exponent_bits, 1); }
-WIDEN(f32_fp8, 1, 4)
-WIDEN(f32_bf8, 1, 5)
-WIDEN(pk_f32_fp8, 2, 4)
-WIDEN(pk_f32_bf8, 2, 5)
+WIDEN_ALL
 #endif
