@@ -6,6 +6,7 @@
     python tiny_llama_v3.py --data markov              data that can be learnt, and the lowest loss possible
     python tiny_llama_v3.py --data README_WORKSHOP.md  the bytes of a text, of which it then continues a passage
     python tiny_llama_v3.py --impl sdpa --compile      the same model, weights and data on PyTorch alone
+    python tiny_llama_v3.py --save FOLDER              keep the trained model: --resume FOLDER goes on from there
     python tiny_llama_v3.py --check --num-steps 1      compare loss and gradients with PyTorch in higher precision
     python tiny_llama_v3.py --stage 4                  a mistake of the workshop (--list-stages lists them)
     torchrun --standalone --nproc_per_node=4 tiny_llama_v3.py --use-amp --graph
@@ -13,7 +14,7 @@
 A run prints one line per step and a summary, and writes both to a JSON file whose path it prints last.
 The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add groups
 of layers, which take the host less time, kernels for Hopper, and what only some runs need: data to learn, several
-processes, FP8, profiles, an audit of gradients, peaks and sensors of GPUs, notes about flags.
+processes, FP8, saved models, profiles, an audit of gradients, peaks and sensors of GPUs, notes about flags.
 Exit codes: 0 success; 1 a check failed, or the run diverged (a loss or gradient norm is not finite); 2 the request
 cannot be met or a file cannot be written (one line gives the reason); 130 interrupted by Ctrl-C or SIGTERM (the steps
 done so far are saved); 141 the reader of the output closed the pipe.
@@ -26,7 +27,9 @@ One training step, from the loop down:
                       |         times layers
     backward     the same operations from right to left; each gradient of a weight is written into one flat buffer
                       |
+                      |         --accumulate N: forward and backward of N micro-batches, whose gradients add up there
     optimizer    one AdamW kernel reads that buffer and updates all weights
+                                --clip NORM: it multiplies the gradients with a factor that a norm before it has set
 
 Sections: 1 the loop, 2 the step, 3 the model; then what these call: 4 launching kernels, 5 linear, 6 RMSNorm,
 7 attention, 8 SwiGLU, 9 embedding and loss, 10 AdamW; last 11 the check of the results, 12 the figures, 13 a run.
@@ -40,6 +43,7 @@ Words:
     branch      what attention or SwiGLU computes, to be added to the residual stream: the next norm adds it, whose
                 kernel reads the stream anyway
     main_grad   a weight's part of the flat buffer of gradients
+    micro-batch what one forward pass takes: batch-size sequences. A step has one of them, or --accumulate
     world       the processes that train together; OneProcess where there is one
     bucket      weights whose gradients several processes send in one message; one process has one bucket
     LayerStack  the layers as you read them, called one by one. By default a step has LayerGroups in its place, from
@@ -138,9 +142,11 @@ class UsageError(Exception):
 
 LARGEST = 2**31 - 1  # kernels count in 32 bits
 FP32 = torch.finfo(torch.float32)  # the optimizer computes in fp32
+LEAST_RATE = 0.1  # of --learning-rate, at the end of --schedule cosine
 HELP_GROUPS = {  # the first field of each group of --help
     "hidden_dim": "model",
     "batch_size": "training",
+    "init_from": "models in folders",
     "impl": "implementation",
     "shard": "several processes",
     "timing": "measuring",
@@ -174,15 +180,25 @@ class Config:
     norm_eps: float = option(1e-5, "added to the mean square in norms", FP32.tiny, FP32.max)
     untied_head: bool = option(False, "give the head weights of its own instead of the embedding's")
 
-    batch_size: int = option(8, "sequences per step and process", 1)
+    batch_size: int = option(8, "sequences per micro-batch and process", 1)
+    accumulate: int = option(1, "micro-batches per step, whose gradients are averaged", 1)
     seq_len: int = option(256, "tokens per sequence", 1)
     num_steps: int = option(50, "training steps that are measured", 1)
     warmup_steps: int = option(3, "steps before the measured ones; weights and optimizer are restored after them", 0)
-    learning_rate: float = option(3e-4, "AdamW's learning rate, constant", FP32.tiny, FP32.max)
+    learning_rate: float = option(3e-4, "AdamW's learning rate, at its highest", FP32.tiny, FP32.max)
+    schedule: str = option(
+        "constant", "learning rate: constant, or half a cosine down to a tenth", choices=("constant", "cosine")
+    )
+    warmup_fraction: float = option(0.0, "share of --num-steps in which the learning rate rises to it", 0.0, 1.0)
+    clip: float | None = option(None, "largest norm of all gradients together", FP32.tiny, FP32.max, metavar="NORM")
     use_amp: bool = option(False, "compute in bf16, with fp32 master weights and optimizer state")
     fp8: bool = option(False, "like --use-amp, but multiply by the weights of the layers in FP8")
     data: str = option("random", "random tokens, a chain of known entropy, or a file", metavar="random|markov|FILE")
     seed: int = option(42, "seed of the weights and the data", 0, 2**32 - 1)
+
+    init_from: str | None = option(None, "start from the weights of a LLaMA of transformers or ours", metavar="FOLDER")
+    resume: str | None = option(None, "go on where a run with --save has ended, with its flags", metavar="FOLDER")
+    save: str | None = option(None, "write the trained model, as transformers reads it", metavar="FOLDER")
 
     impl: str = option("triton", "our kernels; plain PyTorch; its fused attention", choices=("triton", "torch", "sdpa"))
     device: str = option("auto", "where to run (cuda is also the name of an AMD GPU)", choices=("auto", "cuda", "cpu"))
@@ -253,7 +269,7 @@ class Config:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least, most = field.metadata["least"], field.metadata["most"]
-            if least is not None and not least <= value <= most:
+            if least is not None and value is not None and not least <= value <= most:
                 raise UsageError(f"{flag_of(field.name)} {value} is out of range: give {least} to {most}")
         hidden, heads, kv_heads = self.hidden_dim, self.num_heads, self.num_kv_heads
         if hidden % heads:
@@ -265,6 +281,8 @@ class Config:
         if self.head_dim % 2 or self.head_dim > 128:  # pairs are rotated, and a program has a head in registers
             heads = f"--hidden-dim {hidden} / --num-heads {heads} gives {self.head_dim} dimensions a head"
             raise UsageError(f"{heads}: they must be even and at most 128; change one of the two")
+        if self.init_from is not None and self.resume is not None:
+            raise UsageError(f"--init-from {self.init_from} contradicts --resume {self.resume}: drop one of the two")
 
     @property
     def head_dim(self):
@@ -272,14 +290,41 @@ class Config:
         return self.hidden_dim // self.num_heads
 
     @property
-    def tokens_per_step(self):
-        """Return the number of tokens in a batch."""
+    def tokens_per_micro_batch(self):
+        """Return the number of tokens of a forward pass."""
         return self.batch_size * self.seq_len
+
+    @property
+    def sequences_per_step(self):
+        """Return the number of sequences between two updates of the weights."""
+        return self.accumulate * self.batch_size
+
+    @property
+    def tokens_per_step(self):
+        """Return the number of tokens between two updates of the weights."""
+        return self.sequences_per_step * self.seq_len
+
+    def learning_rate_of(self, number):
+        """Return the learning rate of step `number`, counted from 0."""
+        warmup, is_cosine = round(self.warmup_fraction * self.num_steps), self.schedule == "cosine"
+        least = self.learning_rate * (LEAST_RATE if is_cosine else 1)
+        return cosine_rate(number, self.learning_rate, least, warmup, self.num_steps)
 
     @property
     def bugs(self):
         """Return the names of the mistakes that are asked for."""
         return tuple(name for name in BUGS if getattr(self, name))
+
+
+def cosine_rate(number, peak, least, warmup, total):
+    """Return the learning rate of step `number` of total: it rises in warmup steps to peak, and falls to least.
+
+    The rise is linear, the fall half a cosine (Loshchilov and Hutter, arXiv:1608.03983).
+    """
+    if number < warmup:
+        return peak * (number + 1) / (warmup + 1)
+    progress = min((number - warmup) / max(1, total - warmup), 1.0)
+    return least + 0.5 * (1 + math.cos(math.pi * progress)) * (peak - least)
 
 
 def flag_of(field_name):
@@ -339,58 +384,67 @@ def stage_flags(stage):
 StepRecord = collections.namedtuple("StepRecord", "loss batch_ms host_ms phase_ms grad_norm")
 
 
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop, and does so between two steps."""
+
+
 def train(step, data, records):
-    """Train for num_steps steps, or until the run diverges, and append a StepRecord of each to records.
+    """Train until num_steps steps are done, or the run diverges, and append a StepRecord of each to records.
 
     step is a TrainStep, data yields batches (tokens, targets).
     """
-    step.world.handle_signals()
+    step.world.handle_signals(deferred=step.config.save is not None)
     loop = train_by_phase if step.config.timing == "phases" else train_in_one_go
     loop(step, data, records)
 
 
 def train_by_phase(step, data, records):
     """Time each phase of a step, and wait for the device after every step."""
-    for _ in range(step.config.num_steps):
+    for number in range(step.first, step.config.num_steps):
         tokens, targets = (t.to(step.device) for t in next(data))
         if step.world.must_stop():
-            raise KeyboardInterrupt
+            raise Stopped
         clock = StepClock(step.device, step.config.unsynced_timing)
         with step.named_range("step"):
-            step.load(tokens, targets)
+            step.load(tokens, targets, number)
             step.synchronize()  # so that loading is not part of a phase
             clock.mark()
             start = time.perf_counter()
             # --------------- the training step begins: nothing but work and marks ---------------
-            for phase in step.phases.values():  # forward, backward, optimizer
+            for phase in step.phases.values():  # forward, backward (of all micro-batches), optimizer
                 phase()
                 clock.mark()
             # --------------- the training step ends: the rest is diagnostics ---------------
             host_ms = ms_since(start)
             step.synchronize()
             synced_ms = ms_since(start)
-        phase_ms = dict(zip(step.phases, clock.intervals(), strict=True))
+        phase_ms = collections.Counter()
+        for name, ms in zip(step.phases, clock.intervals(), strict=True):
+            phase_ms[name.split()[0]] += ms  # "forward 2" is the second micro-batch's
         # BUG unsynced_timing: the phases are launch times, and only the whole step has waited for the device.
         batch_ms = synced_ms if step.config.unsynced_timing else sum(phase_ms.values())
         (loss,) = step.world.mean([step.loss.item()])
         step.world.collect_gradients(step.optimizer)  # of several processes, for the norm
-        record = StepRecord(loss, batch_ms, host_ms, phase_ms, gradient_norm(step.model))
-        if not keep_record(record, records, step.config):
+        record = StepRecord(loss, batch_ms, host_ms, dict(phase_ms), step.gradient_norm())
+        if not keep_record(record, records, step):
             return
 
 
 def train_in_one_go(step, data, records):
     """Time whole steps, and wait for the device only after the last one: the host can run ahead of it."""
     # All batches go to the device before its clock starts: no copy from the host is timed.
-    batches = [[t.to(step.device) for t in next(data)] for _ in range(step.config.num_steps)]
+    numbers = range(step.first, step.config.num_steps)
+    batches = [[t.to(step.device) for t in next(data)] for _ in numbers]
     clock = StepClock(step.device, step.config.unsynced_timing)
     losses, host_ms, interruption = [], [], None
     step.synchronize()
     with step.named_range("steps"):
         clock.mark()
         try:
-            for tokens, targets in batches:
-                step.load(tokens, targets)
+            for number, (tokens, targets) in zip(numbers, batches, strict=True):
+                if step.config.save and step.world.must_stop():
+                    raise Stopped
+                step.load(tokens, targets, number)
                 start = time.perf_counter()
                 # --------------- the training step begins: nothing but work and a mark ---------------
                 step.run()
@@ -406,20 +460,21 @@ def train_in_one_go(step, data, records):
     # An interruption may have left a mark or a host_ms without its loss.
     for loss, batch_ms, host in zip(losses, clock.intervals(), host_ms, strict=False):
         # Only the last step's gradients are still there. If another's were not finite, the loss after it was not.
-        is_last = len(records) + 1 == step.config.num_steps
-        record = StepRecord(loss, batch_ms, host, {}, gradient_norm(step.model) if is_last else None)
-        if not keep_record(record, records, step.config):
+        is_last = len(records) + 1 == len(numbers)
+        record = StepRecord(loss, batch_ms, host, {}, step.gradient_norm() if is_last else None)
+        if not keep_record(record, records, step):
             return
     if interruption:
         raise interruption
 
 
-def keep_record(record, records, config):
+def keep_record(record, records, step):
     """Append a StepRecord, print its line, and return whether it is finite."""
     records.append(record)
+    config, number = step.config, step.first + len(records)
     norm = "" if record.grad_norm is None else f" | norm {record.grad_norm:.3f}"
     rate = f"{record.batch_ms:.2f} ms | {config.tokens_per_step / record.batch_ms * 1e3:,.0f} tok/s"
-    print(f"step {len(records):4d}/{config.num_steps} | loss {record.loss:.4f}{norm} | {rate}", flush=True)
+    print(f"step {number:4d}/{config.num_steps} | loss {record.loss:.4f}{norm} | {rate}", flush=True)
     return divergence([record]) is None
 
 
@@ -458,7 +513,7 @@ class TrainStep:
     """A training step of a model of its own, on fixed buffers; config is a Config, device a torch.device or its name.
 
     Its phases are an ordered dict {"forward": f, "backward": b, "optimizer": o}: train() times them, capture() replaces
-    them by replays, tiny_llama.profiler wraps them.
+    them by replays, tiny_llama.profiler wraps them. With --accumulate 2 it has "forward 2" and "backward 2" as well.
 
     With our kernels the optimizer owns the weights, and a change of the model from outside is refused: see Owned. They
     come in and go out by load_state_dict() and state_dict(); freeze() freezes some.
@@ -472,32 +527,55 @@ class TrainStep:
         torch.manual_seed(config.seed)
         with self.device:
             self.model = TinyLlamaTriton(config, operations)
-            self.tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+            self.tokens = torch.zeros(config.sequences_per_step, config.seq_len, dtype=torch.int64)
             self.targets = torch.zeros_like(self.tokens)
+        if folder := config.resume or config.init_from:
+            load_weights(self.model, folder, "--resume" if config.resume else "--init-from")
+        self.first = 0  # of the numbers of the steps to do: --resume has done some
         # Warm-up steps train, and restart() returns to these weights. The host keeps them, which costs no device
         # memory.
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
-        self.loss = None
+        self.loss = self.micro_loss = None
         # What forward() calls: the model, or what several processes or the compiler have put around it. This comes
         # before the optimizer, which lets nobody change the model.
-        self.run_model = self.world.parallelize(self)
+        self.run_model = self.replica = self.world.parallelize(self)
         if config.compile:
             self.run_model = torch.compile(self.run_model)
         self.group_layers()
         self.optimizer = self.make_optimizer()
         self.is_captured = False
-        self.phases = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
+        self.phases = {"forward": self.forward, "backward": self.backward}
+        for index in range(1, config.accumulate):
+            self.phases[f"forward {index + 1}"] = functools.partial(self.forward, index)
+            self.phases[f"backward {index + 1}"] = functools.partial(self.backward, index)
+        self.phases["optimizer"] = self.optimizer_step
 
-    def forward(self):
-        """Clear the gradients and set self.loss, with its autograd history."""
-        self.optimizer.zero_grad()  # only marks the old gradients, which backward overwrites: see give_gradient()
-        self.loss = self.call_model(self.tokens, self.targets)
+    def forward(self, index=0):
+        """Compute the loss of a micro-batch, with its autograd history; self.loss is the mean of those so far.
 
-    def backward(self):
-        """Compute the gradients of self.loss."""
+        The first also clears the gradients.
+        """
+        count = self.config.accumulate
+        if index == 0:
+            self.optimizer.zero_grad()  # only marks the old gradients, which backward overwrites: see give_gradient()
+        self.world.begin_forward(self, is_first=index == 0, is_last=index == count - 1)
+        rows = slice(index * self.config.batch_size, (index + 1) * self.config.batch_size)
+        self.micro_loss = self.in_precision(self.tokens[rows], self.targets[rows])
+        if count == 1:
+            self.loss = self.micro_loss
+        else:
+            share = self.micro_loss.detach() / count
+            self.loss = self.loss + share if index else share
+
+    def backward(self, index=0):
+        """Compute the gradients of a micro-batch, and add them to those of the ones before it."""
+        # FlatAdamW divides the sum by the number of micro-batches, for nothing.
+        is_mean = self.config.accumulate > 1 and self.implementation != "triton"
+        loss = self.micro_loss / self.config.accumulate if is_mean else self.micro_loss
         with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread takes 0.5 ms
-            self.loss.backward()
-        self.world.finish_backward(self.optimizer)
+            loss.backward()
+        if index == self.config.accumulate - 1:
+            self.world.finish_backward(self.optimizer)
 
     def optimizer_step(self):
         """Update the weights."""
@@ -510,18 +588,31 @@ class TrainStep:
                 phase()
 
     def call_model(self, *inputs):
-        """Run the model in the run's precision, on tensors of the device. Works after capture() too."""
-        self.world.begin_forward(self.optimizer)
+        """Run the model, whose weights have been updated, in the run's precision. Works after capture() too."""
+        self.world.begin_forward(self)
+        return self.in_precision(*inputs)
+
+    def in_precision(self, *inputs):
+        """Run the model on tensors of the device, in bf16 with --use-amp."""
         # Our kernels take bf16 weights as they are. The library needs autocast, which keeps converted weights until it
         # ends: a captured graph has to convert them in every replay.
         needed = self.config.use_amp and self.implementation != "triton"
         with torch.autocast(self.device.type, torch.bfloat16, needed, cache_enabled=not self.config.graph):
             return self.run_model(*inputs)
 
-    def load(self, tokens, targets):
-        """Copy a batch, both (batch, seq), into the buffers of the step."""
+    def load(self, tokens, targets, number=None):
+        """Copy a batch, both (sequences_per_step, seq), into the buffers of the step.
+
+        With its number, the learning rate of a schedule as well: a captured step reads that on the device.
+        """
         self.tokens.copy_(tokens)
         self.targets.copy_(targets)
+        if number is not None and (self.config.schedule != "constant" or self.config.warmup_fraction):
+            self.optimizer.lr = self.config.learning_rate_of(number)
+
+    def gradient_norm(self):
+        """Return the norm of all gradients of the last step together, before they were clipped."""
+        return gradient_norm(self.model) if self.config.clip is None else self.optimizer.norm.item()
 
     def group_layers(self):
         """Put tiny_llama.groups.LayerGroups in the place of the model's LayerStack, where it computes the same."""
@@ -534,7 +625,7 @@ class TrainStep:
     def make_optimizer(self):
         """Return the optimizer. With our kernels it takes over the weights, with --use-amp in bf16."""
         if self.implementation != "triton":
-            return TorchAdamW(self.model, self.config.learning_rate)
+            return TorchAdamW(self.model, self.config.learning_rate, self.config.clip)
         optimizer = self.world.make_flat_adamw(self.config)
         optimizer.own(self.model)  # from here on the weights are views of its buffer, with --use-amp in bf16
         return optimizer
@@ -549,7 +640,7 @@ class TrainStep:
         # them. What Python does meanwhile is not recorded. The tensors of all graphs lie in one pool and stay where
         # they are.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self.loss = None  # its autograd history belongs to the warm-up
+        self.loss = self.micro_loss = None  # its autograd history belongs to the warm-up
         replays = {}
         for name, work in ({"step": self.run} if one_graph else self.phases).items():
             graph = torch.cuda.CUDAGraph()
@@ -642,14 +733,19 @@ class OneProcess:
         """Return a FlatAdamW for a Config."""
         return FlatAdamW(**optimizer_options(config))
 
-    def begin_forward(self, optimizer):
-        """Wait for weights that other processes have updated."""
+    def begin_forward(self, step, is_first=True, is_last=True):
+        """Wait for weights that other processes have updated, if this is the first micro-batch of a step.
+
+        Gradients are added up over the processes only in the backward pass of the last.
+        """
 
     def finish_backward(self, optimizer):
         """Add up the gradients of all processes."""
 
     def collect_gradients(self, optimizer):
-        """Fill .grad of every parameter with the gradient that the step has used."""
+        """Fill .grad of every parameter with the mean gradient, over micro-batches and processes; once a step."""
+        if getattr(optimizer, "gradient_count", 1) > 1:  # a FlatAdamW, which has the sum
+            optimizer.average_gradients()
 
     def reset(self, optimizer, weights):
         """Start over from these weights, an iterable of tensors of the device."""
@@ -659,12 +755,23 @@ class OneProcess:
         """Average a list of numbers over the processes."""
         return values
 
-    def handle_signals(self):
-        """Have Ctrl-C and SIGTERM stop all processes together. They end a single one at once."""
+    stop_requested = None  # the signal that did, of Ctrl-C and SIGTERM
+
+    def handle_signals(self, deferred):
+        """Have Ctrl-C and SIGTERM stop all processes together. They end a single one at once, unless deferred."""
+        if deferred:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.request_stop)
+
+    def request_stop(self, number, frame):
+        """Handle a signal: stop after this step, so that its weights can be saved. The second one does not wait."""
+        if self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = number
 
     def must_stop(self):
         """Return whether the processes are to stop together before the next step."""
-        return False
+        return self.stop_requested is not None
 
     def report(self, summary):
         """Print and return what several processes did together, given the summary of this one; None for one process."""
@@ -2899,17 +3006,17 @@ def adamw_kernel(
     exp_avg_sq_ptr,  # like exp_avg
     beta_powers_ptr,  # (parameters, 2) in fp64: beta1^steps, beta2^steps
     lr_ptr,  # () in fp32
+    scale_ptr,  # () in fp32
+    weight_decay_ptr,  # (parameters,) in fp32
     blocks_ptr,  # (own blocks,) in int32: which of all blocks
     owners_ptr,  # (own blocks,) in int32: the number of the block's parameter, -1 if that has no gradient
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
-    WEIGHT_DECAY: tl.constexpr,
-    GRADIENT_SCALE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """torch.optim.AdamW's update with GRADIENT_SCALE * grad. With SPLIT a weight is two int16 halves: see split_fp32.
+    """torch.optim.AdamW's update with scale * grad. With SPLIT a weight is two int16 halves: see split_fp32.
 
     Each program updates one block of one parameter.  Grid: (own blocks,).
     """
@@ -2925,7 +3032,7 @@ def adamw_kernel(
         bias_correction1 = (1.0 - tl.load(power_ptrs)).to(tl.float32)
         bias_correction2 = (1.0 - tl.load(power_ptrs + 1)).to(tl.float32)
         # All tiles are (BLOCK_SIZE,).
-        grad = tl.load(grad_ptr + all_offsets).to(tl.float32) * GRADIENT_SCALE
+        grad = tl.load(grad_ptr + all_offsets).to(tl.float32) * tl.load(scale_ptr)
         exp_avg = load_moment(exp_avg_ptr + offsets)
         exp_avg_sq = load_moment(exp_avg_sq_ptr + offsets)
         weights = tl.load(param_ptr + all_offsets)
@@ -2938,8 +3045,8 @@ def adamw_kernel(
         exp_avg_sq = exp_avg_sq * BETA2 + grad * grad * (1.0 - BETA2)
         denominator = tl.sqrt(exp_avg_sq) / tl.sqrt(bias_correction2) + EPS
         step = lr / bias_correction1 * exp_avg / denominator
-        if WEIGHT_DECAY != 0.0:  # as a product with 1 - lr * WEIGHT_DECAY it would lose most digits of a small lr
-            step += lr * WEIGHT_DECAY * weights
+        # As a product with 1 - lr * weight_decay it would lose most digits of a small lr.
+        step += lr * tl.load(weight_decay_ptr + owner) * weights
         weights -= step
         # In bf16, whose numbers lie a 256th apart, the mean of squares would never change: it does by a thousandth a
         # step. Rounded up as often as its lower half says, it is right on average. beta2^steps differs in each step.
@@ -2989,7 +3096,8 @@ def write_padded(place, values):
 def optimizer_options(config):
     """Return the keywords of a FlatAdamW for a Config."""
     moments_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.moments]
-    return dict(lr=config.learning_rate, low_precision=config.use_amp, moments_dtype=moments_dtype)
+    options = dict(lr=config.learning_rate, low_precision=config.use_amp, moments_dtype=moments_dtype)
+    return options | dict(max_norm=config.clip, accumulate=config.accumulate)
 
 
 def refuse_change(*_, **__):
@@ -3041,6 +3149,9 @@ def owned_class(kind):
     return type(kind.__name__, (Owned, kind), {"__module__": kind.__module__})
 
 
+MOMENTS = "exp_avg", "exp_avg_sq"  # names of the optimizers' tensors, PyTorch's too
+
+
 class FlatAdamW:
     """AdamW whose parameters, gradients and moments are one flat buffer each, of blocks of ADAMW_BLOCK elements.
 
@@ -3051,14 +3162,28 @@ class FlatAdamW:
 
     A parameter without a gradient stays as it is, and so does its count of steps. Learning rate and counts are on the
     device, so that step() can be captured.
+
+    grad is the sum of what accumulate backward passes have added. step() divides by that number and, with max_norm,
+    scales the mean so that its norm is at most that; norm () is what it was. weight_decay may be a function of a
+    parameter, gradient_dtype is the type of grad if it is not that of param.
     """
 
     def __init__(
-        self, lr, low_precision=False, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, moments_dtype=torch.float32
+        self,
+        lr,
+        low_precision=False,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.01,
+        moments_dtype=torch.float32,
+        max_norm=None,
+        accumulate=1,
+        gradient_dtype=None,
     ):
         self.initial_lr, self.low_precision, self.betas, self.moments_dtype = lr, low_precision, betas, moments_dtype
-        self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, WEIGHT_DECAY=weight_decay)
-        self.constants |= dict(SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
+        self.decay_of = weight_decay if callable(weight_decay) else lambda parameter: weight_decay
+        self.max_norm, self.accumulate, self.gradient_dtype = max_norm, accumulate, gradient_dtype
+        self.constants = dict(BETA1=betas[0], BETA2=betas[1], EPS=eps, SPLIT=low_precision, BLOCK_SIZE=ADAMW_BLOCK)
 
     def own(self, model, buckets=None, share=(0, 1)):
         """Take over the weights of a model, which become views of param, in bf16 if low_precision.
@@ -3072,16 +3197,18 @@ class FlatAdamW:
         self.param = zeros(
             len(self.owners) * ADAMW_BLOCK, dtype=torch.bfloat16 if self.low_precision else torch.float32
         )
-        self.grad = torch.zeros_like(self.param)
+        self.grad = torch.zeros_like(self.param, dtype=self.gradient_dtype)
         n_state = len(own_blocks) * ADAMW_BLOCK
         self.remainder = zeros(n_state, dtype=torch.int16) if self.low_precision else None
         self.beta_powers = zeros(len(self.parameters), 2, dtype=torch.float64)
         self.rate = zeros(()).fill_(self.initial_lr)
+        self.gradient_count = share[1] * self.accumulate  # how many gradients the sum has
+        self.scale, self.norm = zeros(()).fill_(1 / self.gradient_count), zeros(())
         as_tensor = functools.partial(torch.tensor, device=self.param.device)
         self.own_blocks = as_tensor(own_blocks, dtype=torch.int32)
         self.own_owners = as_tensor([self.owners[block] for block in own_blocks], dtype=torch.int32)
+        self.weight_decays = as_tensor([float(self.decay_of(p)) for p in self.parameters], dtype=torch.float32)
         self.has_gradient = self.decays = self.updated_owners = None  # see step()
-        self.constants["GRADIENT_SCALE"] = 1 / share[1]
         self.write(p.detach().float() for p in self.parameters)
         for p, weight, gradient in zip(
             self.parameters, self.padded_views(self.param), self.padded_views(self.grad), strict=True
@@ -3165,20 +3292,64 @@ class FlatAdamW:
                 continue
             upper, lower = split_fp32(weight)
             write_padded(place, upper)
-            # Of the lower halves each process keeps those in its own blocks.
-            blocks, places = self.own_part(number)
-            whole = lower.new_zeros(cdiv(place.numel(), ADAMW_BLOCK), ADAMW_BLOCK)
-            whole.view(-1)[: lower.numel()] = lower.flatten()
-            self.remainder.view(-1, ADAMW_BLOCK)[places] = whole[blocks]
+            self.write_own(self.remainder, number, lower)
+
+    def write_own(self, flat, number, values):
+        """Write what belongs to a parameter, in its shape, to a flat buffer that has only this process's own blocks."""
+        blocks, places = self.own_part(number)
+        shape = padded_shape(self.parameters[number])
+        whole = flat.new_zeros(cdiv(math.prod(shape), ADAMW_BLOCK), ADAMW_BLOCK)
+        whole.view(-1)[: values.numel()] = values.flatten()
+        flat.view(-1, ADAMW_BLOCK)[places] = whole[blocks]
+
+    def gather(self, flat):
+        """Return a flat buffer of all blocks, of one that has only the own blocks of each process: here all."""
+        return flat
+
+    def each_weight(self):
+        """Yield the fp32 weights one by one, in the order of model.parameters()."""
+        if self.remainder is None:
+            yield from self.views(self.param)
+            return
+        yield from map(join_fp32, self.views(self.param), self.views(self.gather(self.remainder)))
 
     def weights(self):
         """Return the fp32 weights, a list of tensors in the order of model.parameters()."""
-        return list(self.views(self.param if self.remainder is None else join_fp32(self.param, self.remainder)))
+        return list(self.each_weight())
+
+    def each_state(self):
+        """Yield (name, tensors) of what else a run needs to go on, for each parameter one: moments and beta_powers."""
+        for name in MOMENTS:
+            yield name, self.views(self.gather(getattr(self, name)))
+        yield "beta_powers", self.beta_powers
+
+    @torch.no_grad()
+    def load_state(self, state):
+        """Write what each_state() yields, {name: tensors}; types may differ."""
+        for name in MOMENTS:
+            for number, values in enumerate(state[name]):
+                self.write_own(getattr(self, name), number, values.to(self.param.device))
+        self.beta_powers.copy_(torch.stack(list(state["beta_powers"])))
 
     def zero_grad(self):
         """Let the next backward pass overwrite the gradients."""
         for p in self.parameters:
             p.grad = None
+
+    def average_gradients(self):
+        """Make .grad of all parameters the mean in the place of the sum, once a step."""
+        self.collect_gradients(self.parameters)
+        self.grad.div_(self.gradient_count)
+
+    def sum_norm(self):
+        """Return the norm () of the sum of all gradients."""
+        return total_norm([self.grad])
+
+    def clip(self):
+        """Set the scale by which step() multiplies gradients, so that the norm of their mean is at most max_norm."""
+        self.norm.copy_(self.sum_norm() / self.gradient_count)
+        # As torch.nn.utils.clip_grad_norm_(), all on the device.
+        self.scale.copy_((self.max_norm / (self.norm + 1e-6)).clamp(max=1.0) / self.gradient_count)
 
     @torch.no_grad()
     def collect_gradients(self, parameters):
@@ -3201,6 +3372,11 @@ class FlatAdamW:
             betas = torch.tensor(self.betas, dtype=torch.float64, device=self.lr.device)
             self.decays = torch.where(is_updated[:, None], betas, 1.0)
             self.updated_owners = torch.where(is_updated[self.own_owners.long()], self.own_owners, -1)
+            for p in self.parameters:
+                if p.grad is None:  # what another step has left there is not part of the norm
+                    p.main_grad.zero_()
+        if self.max_norm is not None:
+            self.clip()
         # beta^steps of each parameter, one multiplication a step. The kernel must not write what all its threads read.
         self.beta_powers.mul_(self.decays)
         # The kernel takes and gives the upper halves as integers: bits, not numbers.
@@ -3210,24 +3386,65 @@ class FlatAdamW:
         moments, blocks = (self.exp_avg, self.exp_avg_sq), (self.own_blocks, self.updated_owners)
         if self.exp_avg.dtype == torch.bfloat16:
             moments = [moment.view(torch.int16) for moment in moments]
-        tensors = weights, remainder, self.grad, *moments, self.beta_powers, self.lr, *blocks
+        numbers = self.beta_powers, self.lr, self.scale, self.weight_decays
+        tensors = weights, remainder, self.grad, *moments, *numbers, *blocks
         launch(adamw_kernel, (len(self.own_blocks),), tensors, (), self.constants)
 
 
 class TorchAdamW(torch.optim.AdamW):
-    """torch's fused AdamW with the same hyperparameters, for --impl torch and sdpa."""
+    """torch's fused AdamW with the same hyperparameters, for --impl torch and sdpa; max_norm as in FlatAdamW."""
 
     parameters = property(lambda optimizer: optimizer.param_groups[0]["params"])
 
-    def __init__(self, model, lr):
+    def __init__(self, model, lr, max_norm=None):
         on_gpu = next(model.parameters()).is_cuda
         # On the device, so that a captured step reads it.
         lr = torch.tensor(lr, device="cuda") if on_gpu else lr
         super().__init__(model.parameters(), lr=lr, weight_decay=0.01, fused=True, capturable=on_gpu)
+        self.max_norm, self.norm = max_norm, None
+
+    @property
+    def lr(self):
+        """Return the learning rate, on a GPU a tensor () on the device."""
+        return self.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value):
+        """Write it there."""
+        if torch.is_tensor(self.lr):
+            self.lr.fill_(value)
+        else:
+            self.param_groups[0]["lr"] = value
+
+    def step(self, closure=None):
+        """Clip the gradients and update the weights."""
+        if self.max_norm is not None:
+            self.norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm))
+        return super().step(closure)
 
     def weights(self):
         """Return the weights as FlatAdamW.weights(); with --shard full all processes must call it."""
-        return [whole(p.detach()) for p in self.parameters]
+        return list(self.each_weight())
+
+    def each_weight(self):
+        """Yield the weights as FlatAdamW.each_weight()."""
+        for p in self.parameters:
+            yield whole(p.detach())
+
+    def each_state(self):
+        """Yield (name, tensors) of moments and counts of steps, as FlatAdamW.each_state()."""
+        for name in (*MOMENTS, "step"):
+            yield name, (whole(self.state[p][name]) for p in self.parameters)
+
+    @torch.no_grad()
+    def load_state(self, state):
+        """Write what each_state() yields, {name: tensors}."""
+        for number, p in enumerate(self.parameters):
+            if not self.state[p]:  # no step has run yet
+                moments = {name: torch.zeros_like(p) for name in MOMENTS}
+                self.state[p] |= moments | dict(step=torch.zeros((), device=p.device if p.is_cuda else "cpu"))
+            for name, value in self.state[p].items():
+                value.copy_(state[name][number])
 
     @torch.no_grad()
     def reset(self, weights):
@@ -3280,8 +3497,9 @@ def relative_errors(results, exact, order=2):
 def loss_and_gradients(step, batch):
     """Return the loss and each gradient, {"loss" or parameter: tensor}, of a new step's first pass."""
     step.load(*batch)
-    step.forward()
-    step.backward()
+    for name, phase in step.phases.items():
+        if name != "optimizer":
+            phase()
     step.world.collect_gradients(step.optimizer)
     # None, and not zeros: a gradient that never arrives must fail the check.
     gradients = {name: None if p.grad is None else whole(p.grad) for name, p in step.model.named_parameters()}
@@ -3327,9 +3545,12 @@ def print_verdict(verdict, reference):
 # 12 What is measured of a run, and its summary
 
 
-def divergence(records):
-    """Return the first loss or gradient norm that is not finite, {"step", "quantity", "value"}, or None."""
-    for number, record in enumerate(records, 1):
+def divergence(records, first=0):
+    """Return the first loss or gradient norm that is not finite, {"step", "quantity", "value"}, or None.
+
+    first: how many steps were done before the records.
+    """
+    for number, record in enumerate(records, first + 1):
         for quantity, value in (("loss", record.loss), ("gradient norm", record.grad_norm)):
             if value is not None and not math.isfinite(value):
                 return {"step": number, "quantity": quantity, "value": str(value)}
@@ -3346,11 +3567,17 @@ def count_weights(parameters):
     return sum(p.numel() for p in parameters)
 
 
+def total_norm(tensors):
+    """Return the 2-norm of all these together, () in fp32, of a CPU's tensors in fp64."""
+    # On a CPU, PyTorch adds fp32 in one running sum, which loses 0.5 % of 67 million elements.
+    dtype = torch.float32 if any(tensor.is_cuda for tensor in tensors) else torch.float64
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=dtype) for t in tensors]))
+
+
 def gradient_norm(model):
     """Return the 2-norm of all gradients together."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if not any(gradient.is_cuda for gradient in gradients):
-        # In fp64: on a CPU, PyTorch adds fp32 in one running sum, which loses 0.5 % of 67 million elements.
         gradients = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     return whole(torch.nn.utils.get_total_norm(gradients)).item()
 
@@ -3387,11 +3614,11 @@ def summarize(step, records):
     tflops, peak = hardware.tflops_and_peak(config, step.device) if hardware else (None, None)
     return dict(
         steps=len(records),
-        diverged=divergence(records),
+        diverged=divergence(records, step.first),
         final_loss=records[-1].loss,
         first_loss=records[0].loss,
         entropy=entropy(config),
-        samples_per_second=config.batch_size / mean * 1e3,
+        samples_per_second=config.sequences_per_step / mean * 1e3,
         tokens_per_second=config.tokens_per_step / mean * 1e3,
         batch_ms={"mean": mean, "p20": p20, "p50": p50, "p80": p80},
         phase_ms={name: float(np.mean([r.phase_ms[name] for r in records])) for name in records[0].phase_ms},
@@ -3456,10 +3683,14 @@ def print_summary(step, summary):
 
 
 def random_tokens(config):
-    """Yield batches (tokens, targets: one position on), both (batch, seq), of uniform tokens: nothing can be learnt."""
+    """Yield batches (tokens, targets: one position on) of uniform tokens: nothing can be learnt.
+
+    Both are (sequences_per_step, seq): a step's micro-batches one after the other.
+    """
     generator = torch.Generator().manual_seed(config.seed)  # on the CPU, so that every device gets the same
     while True:
-        sequence = torch.randint(config.vocab_size, (config.batch_size, config.seq_len + 1), generator=generator)
+        shape = config.sequences_per_step, config.seq_len + 1
+        sequence = torch.randint(config.vocab_size, shape, generator=generator)
         yield sequence[:, :-1], sequence[:, 1:]
 
 
@@ -3486,13 +3717,14 @@ def parse_config(argv, program):
         if field.name in HELP_GROUPS:
             group = parser.add_argument_group(HELP_GROUPS[field.name])
         # argparse converts by a type, and None is only ever a default.
-        kind = {int | None: int, str | None: str}.get(field.type, field.type)
+        kind = {int | None: int, float | None: float, str | None: str}.get(field.type, field.type)
         keywords = field.metadata["keywords"] | (dict(action="store_true") if kind is bool else dict(type=kind))
         if choices := keywords.pop("choices", None):  # Config compares the value with them
             keywords["metavar"] = "|".join(map(str, choices))
         shown_default = "" if field.default in (None, False) else f" (default: {field.default})"
         help = field.metadata["help"].replace("%", "%%") + shown_default
-        group.add_argument(flag_of(field.name), default=field.default, help=help, **keywords)
+        # What is not given is no attribute: Config has the defaults, or a folder something else.
+        group.add_argument(flag_of(field.name), default=argparse.SUPPRESS, help=help, **keywords)
     group.add_argument("--list-stages", action="store_true", help="print the stages and their signs, and exit")
     args = vars(parser.parse_args(argv))
     if args.pop("list_stages"):
@@ -3500,10 +3732,29 @@ def parse_config(argv, program):
         parser.exit()
     link = re.match(r"v3_stage(\d+)_", name)
     if link:
-        if args["stage"] not in (None, int(link[1])):
+        if args.get("stage") not in (None, int(link[1])):
             raise UsageError(f"--stage {args['stage']} contradicts the name {name}: drop one of the two")
         args["stage"] = int(link[1])
-    return Config(**args)
+    return Config(**fields_of_folder(args) | args)
+
+
+def fields_of_folder(args):
+    """Return {field of Config: value} of the folder that a command line names, args; UsageError if args contradict it.
+
+    --init-from has the sizes of a model, --resume all flags of the run that has saved it. Others than the sizes may be
+    given again.
+    """
+    flag = "--resume" if "resume" in args else "--init-from"
+    folder = args.get("resume", args.get("init_from"))
+    if folder is None or "resume" in args and "init_from" in args:  # which Config refuses
+        return {}
+    checkpoint = companion("checkpoint", flag)
+    fields = checkpoint.model_fields(folder, flag)
+    for name, value in fields.items():
+        if args.get(name, value) != value:
+            given, has = f"{flag_of(name)} {args[name]}", f"{flag} {folder}, whose model has {value}"
+            raise UsageError(f"{given} contradicts {has}: drop one of the two")
+    return fields | (checkpoint.training_fields(folder, flag) if flag == "--resume" else {})
 
 
 def validate_on_device(config, device):
@@ -3524,6 +3775,75 @@ def validate_on_device(config, device):
         raise UsageError("TRITON_INTERPRET=1 runs the kernels on the CPU: unset it, or give --device cpu")
 
 
+def load_weights(model, folder, flag):
+    """Copy the weights of a folder into a model; UsageError if they are those of another."""
+    named = dict(model.named_parameters())
+    weights = companion("checkpoint", flag).read_weights(folder, list(named), flag)
+    for name, p in named.items():
+        if p.shape != weights[name].shape:
+            shapes = f"{name} of the shape {tuple(weights[name].shape)}, and {tuple(p.shape)} is needed"
+            raise UsageError(f"{flag} {folder} has {shapes}: give the sizes of its config.json")
+        p.data.copy_(weights[name])
+
+
+def read_training(config):
+    """Return (steps done, {name: tensor} of the optimizer) of --resume; 0 and None without. UsageError if all are."""
+    if config.resume is None:
+        return 0, None
+    done, tensors = companion("checkpoint", "--resume").read_training(config.resume, "--resume")
+    if done >= config.num_steps:
+        raise UsageError(f"--num-steps {config.num_steps}: --resume {config.resume} has done {done}, so give more")
+    return done, tensors
+
+
+def resume(step, tensors):
+    """Give the optimizer of a step the tensors of a folder, {"exp_avg.<parameter>": tensor, ...}."""
+    names = [name for name, _ in step.model.named_parameters()]
+    kinds = [kind for kind, _ in step.optimizer.each_state()]
+    missing = [f"{kind}.{name}" for kind in kinds for name in names if f"{kind}.{name}" not in tensors]
+    if missing:  # of the other kind of optimizer
+        where = f"--resume {step.config.resume}: training.safetensors has no {missing[0]}"
+        raise UsageError(f"{where}: give the --impl it was trained with, or --init-from for its weights alone")
+    step.optimizer.load_state({kind: [tensors[f"{kind}.{name}"] for name in names] for kind in kinds})
+
+
+def save_model(step, number, folder):
+    """Write the weights after so many steps, and what a run needs to go on; all processes must call it."""
+    names = [name for name, _ in step.model.named_parameters()]
+    # One by one to the host, as the device may not have room for all.
+    weights = [(name, weight.cpu()) for name, weight in zip(names, step.optimizer.each_weight(), strict=True)]
+    tensors = {
+        f"{kind}.{name}": tensor.cpu()
+        for kind, of_parameters in step.optimizer.each_state()
+        for name, tensor in zip(names, of_parameters, strict=True)
+    }
+    if step.world.rank == 0:
+        companion("checkpoint", "--save").write(folder, step.config, weights, number, tensors)
+
+
+def keep_model(step, number, diverged, is_whole):
+    """Save a model after so many steps, and say where it is; is_whole: unless the last was cut short.
+
+    Return a UsageError if the folder has no room by now, else None.
+    """
+    folder = step.config.save
+    if not is_whole or diverged and step.config.resume is not None:
+        reason = "the run diverged" if is_whole else "a second signal has cut a step short"
+        print(f"Not saved, as {reason}: {folder} stays as it was")
+        return None
+    try:
+        save_model(step, number, folder)
+    except UsageError as error:
+        spare = Path(tempfile.gettempdir(), f"tiny_llama_{os.getpid()}")
+        try:
+            save_model(step, number, spare)
+        except (UsageError, OSError):  # that one is full as well
+            return error
+        return UsageError(f"{error}; the trained model is in {spare}")
+    broken = ", but it diverged, and its weights are of no use" if diverged else ""
+    print(f"\nModel after {number} steps: {folder}{broken}", flush=True)
+
+
 def print_configuration(step):
     """Print what runs where, read from the objects in use."""
     config, device, gpu = step.config, step.device, get_gpu(step.device.type)
@@ -3531,13 +3851,16 @@ def print_configuration(step):
     software = [f"{name} {version}" for name, version in versions.items() if version]
     software += [f"Triton {triton.__version__}" if triton else "no Triton"]
     processes = f" on each of {step.world.size} processes" if step.world.size > 1 else ""
+    micro_batches = f"{config.accumulate} micro-batches a step, each a " if config.accumulate > 1 else ""
+    done = f", of which {step.first} are done," if step.first else ""
     reason = triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
     print(
         f"Device: {gpu.name} ({gpu.arch}); {', '.join(software)}\n"
         f"Model: hidden {config.hidden_dim}, {config.num_layers} layers, {config.num_heads} heads "
         f"({config.num_kv_heads} of K and V), ffn {config.ffn_dim}, vocab {config.vocab_size}: "
         f"{'untied head, ' if config.untied_head else ''}{count_weights(step.model.parameters()):,} parameters\n"
-        f"Training: batch {config.batch_size} x {config.seq_len} tokens{processes}, {config.num_steps} steps, "
+        f"Training: {micro_batches}batch {config.batch_size} x {config.seq_len} tokens{processes}, "
+        f"{config.num_steps} steps{done}, "
         f"{precision_name(config, device)}, {config.data} data, seed {config.seed}\n"
         f"Implementation: {step.implementation}" + (f" (not triton: {reason})" if reason else "")
     )
@@ -3684,35 +4007,46 @@ def train_and_report(config, world=None):
         hardware.require_gpu_memory(config, device)
     output_folder = writable_folder("--output-dir", config.output_dir)
     profile_folder = None if config.profile is None else writable_folder("--profile", config.profile)
+    if config.save is not None:
+        companion("checkpoint", "--save").require_free(config.save, "--save", config.resume)
+    done, tensors = read_training(config)
     set_precision(config)
     # The check runs eagerly on few sequences: kernels, sizes and precision are those of the run.
-    small = dataclasses.replace(config, batch_size=min(config.batch_size, CHECK_BATCH), compile=False, graph=False)
+    few = {name: min(getattr(config, name), CHECK_BATCH) for name in ("batch_size", "accumulate")}
+    small = dataclasses.replace(config, **few, compile=False, graph=False)
     if config.check and not world.check(small, device):
         return 1
     gc.collect()  # frees the models of the check, whose Functions and gradients refer to each other
     step = TrainStep(config, device, world)
+    step.first = done
     # From here on a run can be interrupted, and what it has measured is reported.
-    data, records, exit_code = world.batches(config), [], 0
+    data = itertools.islice(world.batches(config), done, None)  # after the batches of the steps that are done
+    records, exit_code, is_whole = [], 0, True
     print_configuration(step)
     gpu_state = hardware.gpu_state if hardware else lambda device: {"power_w": None}
     gpu = {"idle": gpu_state(device)}
     try:
         warmup_seconds = warm_up(step)
+        if tensors:
+            resume(step, tensors)
         if profiler and profiler.attached_profiler():
             profiler.show_ranges(step)
         meter = hardware and hardware.meter_energy(device)
         train(step, data, records)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if not records:
             raise
-        print(f"\nInterrupted after {len(records)} of {config.num_steps} steps.")
-        step.run()  # of the one that was cut short, some weights have no gradient, and summarize() counts them
+        print(f"\nInterrupted after {done + len(records)} of {config.num_steps} steps.")
         exit_code = 130
-    # Both immediately after the measured steps.
-    energy = meter and meter(config, len(records))
+        if not isinstance(error, Stopped):
+            step.run()  # of the one that was cut short, some weights have no gradient, and summarize() counts them
+            is_whole = False
+    # Both immediately after the measured steps. The energy of a run that ended early is in no whole steps.
+    energy = meter(config, len(records)) if meter and done + len(records) == config.num_steps else None
     gpu["busy"] = gpu_state(device)
     summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu, "energy": energy}
     exit_code = exit_code or (1 if summary["diverged"] else 0)
+    unsaved = keep_model(step, done + len(records), summary["diverged"], is_whole) if config.save is not None else None
     if summary["entropy"] is None and not exit_code:  # of a file
         try:
             summary |= companion("data").evaluate(step)
@@ -3740,6 +4074,8 @@ def train_and_report(config, world=None):
     if world.rank == 0:
         stem = f"tiny_llama_v3_{step.implementation}_{time.strftime('%Y%m%d_%H%M%S')}"
         print(f"Results: {keep_json(output_folder, stem, result)}")
+    if unsaved:
+        raise unsaved
     if profile_folder and not exit_code:
         profiler.write_profile(step, profile_folder)
     return exit_code

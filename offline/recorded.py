@@ -189,7 +189,7 @@ def record_split_rows(config, arch):
     """RMSNorm with blocks shorter than a row, which the exercises sweep."""
     with recording(gpu_of(arch)) as launches:
         dtype = torch.bfloat16 if config.use_amp else torch.float32
-        x = torch.empty(config.tokens_per_step, config.hidden_dim, dtype=dtype, device="meta")
+        x = torch.empty(config.tokens_per_micro_batch, config.hidden_dim, dtype=dtype, device="meta")
         for block_size in (64, 256):
             llama.rmsnorm_forward(x, x, x[0], 1e-5, block_size)
     return launches
@@ -202,7 +202,7 @@ def record_layer_norm(config, arch):
     with recording(gpu_of(arch)) as launches:  # not on meta tensors, for which operators only allocate
         for width in (384, 768, 1600):
             weight, bias = (torch.empty(width, requires_grad=True) for _ in range(2))
-            x = torch.empty(config.tokens_per_step, width, requires_grad=True)
+            x = torch.empty(config.tokens_per_micro_batch, width, requires_grad=True)
             branch = torch.empty_like(x, dtype=dtype, requires_grad=True)
             _, y, _, _ = norm(x, None, weight, bias, 1e-5, dtype)
             outputs = y, *norm(x, branch, weight, bias, 1e-5, dtype)[:2]

@@ -268,7 +268,8 @@ def check_step(config, device, batch):
     Kernels and sizes are those of the run, in full fp32, with at most 2 layers and the first 32 tokens of a batch.
     """
     tokens, targets = (tensor[:1, :AUDITED_TOKENS] for tensor in batch)
-    sizes = dict(batch_size=1, seq_len=tokens.shape[1], num_layers=min(config.num_layers, AUDITED_LAYERS))
+    sizes = dict(batch_size=1, accumulate=1, seq_len=tokens.shape[1], num_layers=min(config.num_layers, AUDITED_LAYERS))
+    sizes |= dict(init_from=None, resume=None)  # whose model may have more layers
     step = llama.TrainStep(dataclasses.replace(config, use_amp=False, fp8=False, **sizes), device)
     step.load(tokens, targets)
     try:

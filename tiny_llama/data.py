@@ -54,9 +54,9 @@ def markov_tokens(config):
     shifts = rng.choice(config.vocab_size, successors, replace=False)
     table = order[(np.arange(config.vocab_size)[:, None] + shifts) % config.vocab_size]
     while True:
-        choices = rng.choice(successors, p=MARKOV_PROBABILITIES, size=(config.seq_len + 1, config.batch_size))
+        choices = rng.choice(successors, p=MARKOV_PROBABILITIES, size=(config.seq_len + 1, config.sequences_per_step))
         sequence = np.empty_like(choices)
-        sequence[0] = rng.integers(config.vocab_size, size=config.batch_size)
+        sequence[0] = rng.integers(config.vocab_size, size=config.sequences_per_step)
         for position in range(1, len(sequence)):
             sequence[position] = table[sequence[position - 1], choices[position]]
         yield as_batch(sequence.T)
@@ -128,7 +128,7 @@ def file_tokens(config):
     """Yield batches of windows at random places of the first nine tenths of the file."""
     windows, generator = windows_of(read(config)[0], config), torch.Generator().manual_seed(config.seed)
     while True:
-        starts = torch.randint(len(windows), (config.batch_size,), generator=generator)
+        starts = torch.randint(len(windows), (config.sequences_per_step,), generator=generator)
         yield as_batch(windows[starts.numpy()])
 
 

@@ -13,7 +13,6 @@ import gc
 import os
 import platform
 import re
-import signal
 import statistics
 import sys
 import time
@@ -123,13 +122,12 @@ class World(llama.OneProcess):
         """Average a list of numbers over the processes, added in the order of their ranks."""
         return [statistics.fmean(column) for column in zip(*self.gather(values), strict=True)]
 
-    def handle_signals(self):
+    def handle_signals(self, deferred=True):
         """From now on, Ctrl-C and SIGTERM only ask for all processes to stop, because they come in different steps."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.request_stop)
+        super().handle_signals(deferred=True)
 
     def request_stop(self, number, frame):
-        """Handle a signal."""
+        """Handle a signal. A launcher sends several."""
         self.stop_requested = number
 
     def must_stop(self):
@@ -175,7 +173,7 @@ class World(llama.OneProcess):
 
     def batches(self, config):
         """Yield this process's rows of the batches of all: N processes with b rows see what one does with N * b."""
-        rows = slice(self.rank * config.batch_size, (self.rank + 1) * config.batch_size)
+        rows = slice(self.rank * config.sequences_per_step, (self.rank + 1) * config.sequences_per_step)
         for batch in llama.batches(dataclasses.replace(config, batch_size=self.size * config.batch_size)):
             yield [tensor[rows] for tensor in batch]
 
@@ -192,8 +190,9 @@ class World(llama.OneProcess):
                 model,
                 device_ids=[self.local_rank] if kind == "cuda" else None,
                 gradient_as_bucket_view=True,
-                # The compiler splits its graphs at DistributedDataParallel's buckets only where these may change.
-                static_graph=not config.compile,
+                # The compiler splits its graphs at DistributedDataParallel's buckets only where these may change. Of
+                # several micro-batches only the last exchanges gradients.
+                static_graph=not config.compile and config.accumulate == 1,
             )
         from torch.distributed.device_mesh import init_device_mesh  # takes a second to import
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -214,10 +213,17 @@ class World(llama.OneProcess):
         # The compiler does not call hooks: no message is hidden then.
         return ShardedAdamW(**llama.optimizer_options(config), world=self, overlaps=not config.compile)
 
-    def begin_forward(self, optimizer):
-        """Gather the weights of all processes, or begin to; all must call it."""
-        if isinstance(optimizer, ShardedAdamW):
-            optimizer.begin_forward()
+    def begin_forward(self, step, is_first=True, is_last=True):
+        """Gather the weights of all processes, or begin to, and let only the last backward pass exchange gradients.
+
+        All processes must call it.
+        """
+        if isinstance(step.optimizer, ShardedAdamW):
+            step.optimizer.begin_forward(is_first, is_last)
+        elif step.config.shard == "full":
+            step.model.set_requires_gradient_sync(is_last)
+        else:
+            step.replica.require_backward_grad_sync = is_last  # as its no_sync() does
 
     def finish_backward(self, optimizer):
         """Wait until the gradients of all processes are added up."""
@@ -345,8 +351,8 @@ def run_together(job, program, seconds=FIND_SECONDS):
 class Bucket:
     """Consecutive parameters whose gradients and weights travel in one message.
 
-    Its parts of the optimizer's flat buffers: all_weights and all_grads (elements,); and of this process own_weights,
-    own_grads and remainder (elements / processes,).
+    Its parts of the optimizer's flat buffers: all_weights and all_grads (elements,); of this process own_weights and
+    own_grads (elements / processes,).
     """
 
     gathering = None  # of the weights, while it is under way
@@ -405,19 +411,22 @@ class ShardedAdamW(llama.FlatAdamW):
         for bucket, elements in zip(self.buckets, self.bucket_slices, strict=True):
             bucket.all_weights, bucket.all_grads = both = self.param[elements], self.grad[elements]
             bucket.own_weights, bucket.own_grads = (flat.chunk(world.size)[world.rank] for flat in both)
-            if self.low_precision:  # of the own slices of all buckets, one after the other
-                bucket.remainder = self.remainder[elements.start // world.size : elements.stop // world.size]
 
-    def weights(self):
-        """Return the weights as FlatAdamW.weights; all processes must call it."""
-        # bf16, or integers that are called so because messages have no int16.
-        remainder = torch.empty_like(self.param)
-        for bucket, elements in zip(self.buckets, self.bucket_slices, strict=True):
+    def each_weight(self):
+        """Yield the weights as FlatAdamW.each_weight(); all processes must call it."""
+        for bucket in self.buckets:
             all_gather(bucket.all_weights, bucket.own_weights)
-            if self.remainder is not None:
-                all_gather(remainder[elements], bucket.remainder.view(remainder.dtype))
-        is_whole = self.remainder is None
-        return list(self.views(self.param if is_whole else llama.join_fp32(self.param, remainder.view(torch.int16))))
+        yield from super().each_weight()
+
+    def gather(self, flat):
+        """Return the blocks of all processes in one buffer; all must call it."""
+        size = self.world.size
+        # Integers of 16 bits are called bf16 here, as messages have none.
+        flat, dtype = flat.view(torch.bfloat16) if flat.dtype == torch.int16 else flat, flat.dtype
+        everything = flat.new_empty(size * len(flat))
+        for elements in self.bucket_slices:  # whose own parts lie one after the other
+            all_gather(everything[elements], flat[elements.start // size : elements.stop // size])
+        return everything.view(dtype)
 
     def zero_grad(self):
         """Let the next backward pass overwrite the gradients, and reduce them."""
@@ -458,22 +467,34 @@ class ShardedAdamW(llama.FlatAdamW):
     def gather_gradients(self):
         """After step(): fill .grad, which is a view of all_grads, with the mean gradients of all processes."""
         for bucket in self.buckets:
-            bucket.own_grads.div_(self.world.size)
+            bucket.own_grads.div_(self.gradient_count)
             all_gather(bucket.all_grads, bucket.own_grads)
 
-    def begin_forward(self):
-        """Gather the weights of all buckets or, if it overlaps, begin with the first two, and wait for the first."""
-        self.gather_weights(self.buckets[: self.num_first + 1])
-        for bucket in self.buckets[: self.num_first]:
-            self.wait_for_weights(bucket)
+    def sum_norm(self):
+        """Return the norm of the sum of the gradients of all processes; all must call it."""
+        square = llama.total_norm([bucket.own_grads for bucket in self.buckets]).square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def begin_forward(self, is_first=True, is_last=True):
+        """Gather the weights of all buckets or, if it overlaps, begin with the first two, and wait for the first.
+
+        Do so for the first micro-batch of a step, and reduce the gradients in the backward pass of the last.
+        """
+        self.is_first, self.is_last = is_first, is_last
+        if is_first:
+            self.gather_weights(self.buckets[: self.num_first + 1])
+            for bucket in self.buckets[: self.num_first]:
+                self.wait_for_weights(bucket)
 
     def _before_bucket(self, index, module, inputs):
         # A bucket is gathered while the one before is in use. If all were gathered at once, the host would issue the
         # first layer late, and the kernels that need all multiprocessors would have to wait.
         bucket = self.buckets[index]
-        self.wait_for_weights(bucket)
-        self.gather_weights(self.buckets[index + 1 : index + 2])
-        if inputs[0].requires_grad:  # its gradient comes after those of the module's weights
+        if self.is_first:
+            self.wait_for_weights(bucket)
+            self.gather_weights(self.buckets[index + 1 : index + 2])
+        if self.is_last and inputs[0].requires_grad:  # its gradient comes after those of the module's weights
             inputs[0].register_hook(lambda grad: self.reduce_gradients(bucket))
 
 

@@ -55,7 +55,7 @@ def validate(config, device, implementation):
     widths = {  # of what follows from a flag
         "hidden_dim": config.hidden_dim,
         "ffn_dim": config.ffn_dim,
-        "seq_len": config.tokens_per_step,
+        "seq_len": config.tokens_per_micro_batch,
         "num_kv_heads": 2 * config.num_kv_heads * config.head_dim,
     }
     for name, width in widths.items():

@@ -31,7 +31,7 @@ class LayerGroups(llama.LayerStack):
         super().__init__(layers)
         # What backward allocates for a layer: y_grad, branch_grad and qkv_grad.
         width = 2 * config.hidden_dim + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        layer_bytes = config.tokens_per_step * width * (2 if config.use_amp else 4)
+        layer_bytes = config.tokens_per_micro_batch * width * (2 if config.use_amp else 4)
         # Groups are as even as the number of layers allows.
         most = max(1, GROUP_BYTES // layer_bytes)
         size = llama.cdiv(config.num_layers, llama.cdiv(config.num_layers, most))

@@ -62,7 +62,7 @@ def inert_flags(step):
     is_radeon = gpu.family == "rdna" and not (config.use_amp and gpu.arch.startswith("gfx120"))
     spills = is_triton and is_radeon and config.head_dim > 64
     spilling = f"backward spills registers on {gpu.arch} with heads of {config.head_dim}: compare --impl sdpa"
-    is_small = config.tokens_per_step * config.hidden_dim < 2**21  # between benchmarks.steps's small and medium
+    is_small = config.tokens_per_micro_batch * config.hidden_dim < 2**21  # between benchmarks.steps's small and medium
     table = [
         ("fp8", is_triton and is_small, "does not pay at this size: rounding takes longer than the products gain"),
         ("hidden_dim", is_slow, f"{config.hidden_dim} takes about twice the time of {fast_width}, a multiple of 8"),
