@@ -9,12 +9,10 @@ import contextlib
 import errno
 import functools
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
-from tiny_llama.files import printable
+from tiny_llama.files import printable, replacing_files
 
 
 class UsageError(Exception):
@@ -86,12 +84,8 @@ def replacing(path, follow=False):
             return
         target = Path(os.path.realpath(path) if follow else os.path.abspath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".", suffix=".tmp") as folder:
-            written = Path(folder, target.name)
-            yield written
-            if target.exists() and not target.is_symlink():
-                shutil.copymode(target, written)
-            os.replace(written, target)
+        with replacing_files(target.parent, [target.name]) as folder:
+            yield folder / target.name
     except OSError as error:
         reason = f"({error.strerror or error}): free space or give another path"
         raise UsageError(f"{path} cannot be written {reason}") from error

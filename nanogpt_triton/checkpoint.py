@@ -1,6 +1,5 @@
 """Checkpoints: replaced as a whole, loaded without running code from them, and read by nanoGPT as well."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -21,9 +20,6 @@ def save(path, state):
             torch.save(state, file)
         except RuntimeError as error:  # behind which PyTorch hides the system's, such as a full disk
             raise (error.__context__ or error) from error
-        # On disk before it gets its name: otherwise a power failure could leave an empty file under it.
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def find(folder, newest):

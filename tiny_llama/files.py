@@ -1,8 +1,15 @@
-"""Opening files that a person names, whatever they turn out to be. This module imports only the standard library."""
+"""Reading files that a person names, whatever they turn out to be, and replacing files whole or not at all.
 
+This module imports only the standard library.
+"""
+
+import contextlib
 import errno
 import os
+import shutil
 import stat
+import tempfile
+from pathlib import Path
 
 
 def open_input(path, most_bytes=2**30):
@@ -32,6 +39,26 @@ def read_part(file, start, count):
     if len(part) < count:
         raise OSError(errno.EIO, "it has become shorter while it was in use", file.name)
     return part
+
+
+@contextlib.contextmanager
+def replacing_files(folder, names):
+    """Yield a hidden folder in a folder, a Path. What is written there under these names replaces files of the folder.
+
+    They get their names one after the other, once all of them are on the disk: whatever fails before that leaves the
+    folder as it was, and each file is always whole. A link is replaced itself.
+    """
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as hidden:
+        yield Path(hidden)
+        for path in filter(Path.is_file, Path(hidden).rglob("*")):
+            with open(path, "r+b") as file:  # Windows writes only such a file to the disk
+                os.fsync(file.fileno())
+        for name in names:
+            written, target = Path(hidden, name), Path(folder, name)
+            if target.exists() and not target.is_symlink():
+                shutil.copymode(target, written)
+        for name in names:
+            os.replace(Path(hidden, name), Path(folder, name))
 
 
 def printable(text):

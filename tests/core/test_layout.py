@@ -164,7 +164,8 @@ def writes(node):
 def unsafe_writes(node, is_safe=False):
     """Yield the nodes that write a file which nothing renames to its place or removes when it is incomplete."""
     if isinstance(node, ast.With):
-        is_safe |= any(re.search(r"\b(replacing|TemporaryDirectory)\(", ast.unparse(item)) for item in node.items)
+        names = r"\b(replacing|replacing_files|TemporaryDirectory)\("
+        is_safe |= any(re.search(names, ast.unparse(item)) for item in node.items)
     if writes(node) and not is_safe:
         yield node
     for child in ast.iter_child_nodes(node):

@@ -38,3 +38,25 @@ def test_a_part_is_whole_or_an_error(tmp_path):
         for start, count in ((2**32, 2), (2**32 + 1, 1)):
             with pytest.raises(OSError, match="shorter.*: '.*x'$"):
                 files.read_part(file, start, count)
+
+
+def test_files_are_replaced_together_or_not_at_all(tmp_path, monkeypatch):
+    """In the order of their names, after both are on the disk; what is missing leaves both as they were."""
+
+    def replace(*texts):
+        with files.replacing_files(tmp_path, ["b", "a"]) as folder:
+            for name, text in zip("ab", texts, strict=False):
+                (folder / name).write_text(text)
+        return [(tmp_path / name).read_text() for name in "ab"]
+
+    assert replace("1", "2") == ["1", "2"]
+    (tmp_path / "a").chmod(0o640)
+    with pytest.raises(FileNotFoundError):
+        replace("3")
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["1", "2"]
+    calls = []
+    monkeypatch.setattr(os, "fsync", lambda number: calls.append("on the disk"))
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: rename(old, new) or calls.append(new.name))
+    assert replace("3", "4") == ["3", "4"] and calls == ["on the disk", "on the disk", "b", "a"]
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640 and sorted(os.listdir(tmp_path)) == ["a", "b"]
