@@ -44,6 +44,15 @@ def from_hugging_face(theirs, names):
     return {name: torch.cat([theirs[part] for part in hf_names(name)]) for name in names}
 
 
+def to_hugging_face(weights, config):
+    """Yield (name in a LlamaForCausalLM, tensor) for (name of our parameter, tensor), views of the same memory."""
+    kv_dim = config.num_kv_heads * config.head_dim
+    for name, weight in weights:
+        parts = hf_names(name)
+        rows = [config.hidden_dim, kv_dim, kv_dim] if len(parts) == 3 else len(weight) // len(parts)
+        yield from zip(parts, weight.split(rows), strict=True)
+
+
 @torch.no_grad()
 def copy_to_hugging_face(weights, model):
     """Copy {name of our parameter: tensor} into a LlamaForCausalLM, whose types and devices stay.
