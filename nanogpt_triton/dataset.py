@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from measure.command_line import UsageError
-from tiny_llama.files import open_input, read_part
+from tiny_llama.files import open_input
+from tiny_llama.tokens import Tokens, Windows
 
 SPLITS = ("train", "val")
 TOKEN = np.dtype("<u2")
@@ -164,13 +165,14 @@ class Batches:
     def __init__(self, folder, split, batch_size, block_size, seed, vocab_size):
         path = folder / f"{split}.bin"
         with reading(path, remedy(folder)):
-            self.file = open_input(path, math.inf)
-            self.count, rest = divmod(path.stat().st_size, TOKEN.itemsize)
+            file = open_input(path, math.inf)
+            count, rest = divmod(path.stat().st_size, TOKEN.itemsize)
             if rest:
                 raise ValueError(f"an odd number of bytes, and a token has {TOKEN.itemsize}")
-            if self.count <= block_size:
-                raise ValueError(f"{self.count} tokens are too few for block_size={block_size}")
-        self.path, self.batch_size, self.block_size, self.vocab_size = path, batch_size, block_size, vocab_size
+            if count <= block_size:
+                raise ValueError(f"{count} tokens are too few for block_size={block_size}")
+        self.windows = Windows(Tokens(file, TOKEN, 0, count), block_size + 1)
+        self.path, self.batch_size, self.vocab_size = path, batch_size, vocab_size
         self.seed = [seed, SPLITS.index(split)]
 
     def __getitem__(self, number):
@@ -179,12 +181,8 @@ class Batches:
         UsageError for a token that the model does not have: a GPU would go on with whatever lies in its memory there.
         """
         generator = np.random.default_rng([*self.seed, number])
-        windows = np.empty((self.batch_size, self.block_size + 1), TOKEN)
-        offsets = generator.integers(self.count - self.block_size, size=self.batch_size)
         with reading(self.path, "prepare it again"):
-            for window, offset in zip(windows, offsets, strict=True):
-                window[:] = np.frombuffer(read_part(self.file, TOKEN.itemsize * offset, window.nbytes), TOKEN)
-        windows = windows.astype(np.int64)
+            windows = self.windows[generator.integers(len(self.windows), size=self.batch_size)].astype(np.int64)
         # Here, and not once for the whole file, which may have many GB.
         if (largest := windows.max()) >= self.vocab_size:
             raise UsageError(

@@ -1,7 +1,9 @@
 """--data markov and --data FILE: tokens that can be learnt, and how well a model knows a text that it never saw.
 
-The tokens of a file are its bytes. Training takes windows of its first nine tenths. Then the loss is measured on
-windows of the last tenth, which is held out, and the model continues the beginning of it.
+The tokens of a file are its bytes; a FILE.bin has tokens of any vocabulary, as nanoGPT prepares them: little-endian
+integers of 2 bytes, or of 4 for a vocabulary of more than 65,536. Training takes windows of the first nine tenths. Then
+the loss is measured on windows of the last tenth, which is held out, and where tokens are bytes, the model continues
+the beginning of it.
 """
 
 import contextlib
@@ -13,7 +15,8 @@ import textwrap
 import numpy as np
 import torch
 
-from tiny_llama.files import open_input, printable, read_part
+from tiny_llama.files import open_input, printable
+from tiny_llama.tokens import Tokens, Windows
 from tiny_llama_v3 import UsageError, cdiv
 
 MARKOV_PROBABILITIES = (0.5, 0.25, 0.125, 0.125)
@@ -62,20 +65,25 @@ def markov_tokens(config):
         yield as_batch(sequence.T)
 
 
-class Text:
-    """The bytes of an open file from start to stop. They are read when they are needed: all may not fit into memory."""
+class Text(Tokens):
+    """A part of the file of --data: its bytes, or the tokens of a FILE.bin."""
 
-    def __init__(self, config, file, start, stop):
-        self.config, self.file, self.start, self.stop = config, file, start, stop
-
-    def __len__(self):
-        return self.stop - self.start
+    def __init__(self, config, *place):
+        super().__init__(*place)
+        self.config = config
 
     def __getitem__(self, part):
-        """Return a slice of the bytes as an array of uint8; UsageError if the file has become shorter."""
-        start, stop, _ = part.indices(len(self))
+        """Return a slice as an array; UsageError if the file has become shorter, or has a token beyond the vocabulary.
+
+        This looks at what is read, and not once at the whole file, which may have many GB.
+        """
         with readable(self.config):
-            return np.frombuffer(read_part(self.file, self.start + start, stop - start), np.uint8)
+            tokens = super().__getitem__(part)
+        if (largest := tokens.max(initial=0)) >= self.config.vocab_size:
+            has = f"--data {self.config.data!r} has the token {largest}, of {self.dtype.itemsize} bytes"
+            remedy = "give as many as its tokenizer has"
+            raise UsageError(f"{has}, and --vocab-size is {self.config.vocab_size}: {remedy}")
+        return tokens
 
 
 @contextlib.contextmanager
@@ -85,38 +93,39 @@ def readable(config):
         yield
     except (OSError, ValueError) as error:  # a name with a null byte
         raise UsageError(
-            f"--data {config.data!r} cannot be read ({error}): give random, markov or a text file"
+            f"--data {config.data!r} cannot be read ({error}): give random, markov, a text file or tokens in a FILE.bin"
         ) from error
 
 
+def has_bytes(config):
+    """Return whether the tokens of a file are its bytes; those of FILE.bin have numbers of 2 or 4 bytes."""
+    return not config.data.endswith(".bin")
+
+
+def token_type(config):
+    """Return the type of a file's tokens: in 2 bytes as in nanoGPT's files, or in 4 if there are more of them."""
+    return np.dtype(np.uint8 if has_bytes(config) else "<u2" if config.vocab_size <= 2**16 else "<u4")
+
+
 def read(config):
-    """Return two Texts: the first nine tenths of the file's bytes, and the last tenth."""
-    given, needed = f"--data {config.data!r}", 10 * config.seq_len + 1
-    if config.vocab_size != 256:
-        raise UsageError(f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256")
+    """Return two Texts: the first nine tenths of the file's tokens, and the last tenth."""
+    given, needed, dtype = f"--data {config.data!r}", 10 * config.seq_len + 1, token_type(config)
+    if has_bytes(config) and config.vocab_size != 256:
+        raise UsageError(
+            f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256, or a FILE.bin"
+        )
     with readable(config):
         file = open_input(config.data, math.inf)
-        size = file.seek(0, os.SEEK_END)
+        size, rest = divmod(file.seek(0, os.SEEK_END), dtype.itemsize)
+        if rest:
+            raise ValueError(f"it does not end with a whole token of {dtype.itemsize} bytes")
     if size < needed:
         raise UsageError(
-            f"{given} has {size} bytes, and --seq-len {config.seq_len} needs {needed}: lower it, or give a longer file"
+            f"{given} has {size} {'bytes' if has_bytes(config) else 'tokens'}, and --seq-len {config.seq_len} needs "
+            f"{needed}: lower it, or give a longer file"
         )
     cut = size * 9 // 10
-    return Text(config, file, 0, cut), Text(config, file, cut, size)
-
-
-class Windows:
-    """All sequences of length tokens of a text, a Text or an array (tokens,), each one token on."""
-
-    def __init__(self, text, length):
-        self.text, self.length = text, length
-
-    def __len__(self):
-        return len(self.text) - self.length + 1
-
-    def __getitem__(self, starts):
-        """Return those that begin at starts, an array of integers: (len(starts), length)."""
-        return np.stack([self.text[start : start + self.length] for start in starts.tolist()])
+    return Text(config, file, dtype, 0, cut), Text(config, file, dtype, cut, size)
 
 
 def windows_of(text, config):
@@ -143,7 +152,7 @@ def held_out_batches(config):
 
 @torch.no_grad()
 def held_out_loss(step):
-    """Return the mean loss, in nats per byte, on held_out_batches(); all processes must call it."""
+    """Return the mean loss, in nats per token, on held_out_batches(); all processes must call it."""
     batches = ((t.to(step.tokens.device) for t in batch) for batch in held_out_batches(step.config))
     return statistics.fmean(step.call_model(*batch).item() for batch in batches)
 
@@ -167,12 +176,13 @@ def sample(step):
 
 def evaluate(step):
     """Print and return what a run on a file adds to its summary, a dict; all processes must call it."""
-    loss, count = held_out_loss(step), len(held_out_batches(step.config)) * step.config.batch_size
-    print(
-        f"\nHeld-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, "
-        f"{count} windows of the last tenth of {printable(step.config.data)})",
-        flush=True,
-    )
+    config, loss = step.config, held_out_loss(step)
+    count = len(held_out_batches(config)) * config.batch_size
+    unit = f"{loss / math.log(2):.2f} bits a byte" if has_bytes(config) else "nats a token"
+    where = f"{count} windows of the last tenth of {printable(config.data)}"
+    print(f"\nHeld-out loss: {loss:.4f} ({unit}, {where})", flush=True)
+    if not has_bytes(config):  # which would need the tokenizer
+        return {"held_out_loss": loss, "sample": None}
     # A model without a finite loss has no probabilities to draw from.
     text = sample(step) if math.isfinite(loss) else ""
     print(f"Sample: {SAMPLE_BYTES} bytes that continue the beginning of the last tenth, at temperature 1")

@@ -109,6 +109,65 @@ def test_batches_follow_the_seed(config):
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
+# --- tokens of a tokenizer
+
+
+def write_tokens(path, tokens, dtype="<u2"):
+    path.write_bytes(np.asarray(tokens, dtype).tobytes())
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(2**16, "<u2"), (2**16 + 1, "<u4")])
+def test_tokens_of_a_file_have_two_bytes_or_four_if_there_are_many(config, text, vocab_size, dtype):
+    """Each byte of a token counts, and the last tenth of the tokens, not of the bytes, is held out."""
+    tokens = np.arange(vocab_size - 200, vocab_size)
+    write_tokens(text.with_suffix(".bin"), tokens, dtype)
+    config = dataclasses.replace(config, data=str(text.with_suffix(".bin")), vocab_size=vocab_size)
+    training, held_out = (part[:] for part in data.read(config))
+    assert np.array_equal(training, tokens[:180]) and np.array_equal(held_out, tokens[180:])
+    for inputs, targets in first_batches(config, 20):
+        assert inputs.dtype == torch.int64 and targets.equal(inputs + 1) and targets.max() < vocab_size - 20
+    ((inputs, targets), *_) = data.held_out_batches(config)
+    assert targets.equal(inputs + 1) and inputs.min() >= vocab_size - 20
+
+
+def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(run, text, capsys):
+    """Not before: the file may be large."""
+    path, flags = text.with_suffix(".bin"), [*FLAGS, "--vocab-size", "300", "--seq-len", "8", "--data"]
+    write_tokens(path, [299] * 180 + [300] * 20)
+    training, held_out = data.read(llama.Config(data=str(path), vocab_size=300, seq_len=8))
+    assert training[:].tolist() == [299] * 180
+    with pytest.raises(llama.UsageError, match="has the token 300, of 2 bytes, and --vocab-size is 300: give as many"):
+        held_out[:1]
+    assert llama.main([*flags, str(path)], "tiny_llama_v3.py") == 2
+    assert "has the token 300" in capsys.readouterr().out  # after the steps, which count
+    write_tokens(path, [300] * 200)
+    capsys.readouterr()
+    assert llama.main([*flags, str(path)], "tiny_llama_v3.py") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"--data '{path}' has the token 300" in error
+
+
+@pytest.mark.parametrize("size, words", [
+    (401, "does not end with a whole token of 2 bytes"), (160, "has 80 tokens, and --seq-len 8 needs 81"),
+])  # fmt: skip
+def test_a_file_of_tokens_that_is_too_short_or_cut_is_refused(config, text, size, words):
+    text.with_suffix(".bin").write_bytes(bytes(size))
+    config = dataclasses.replace(config, data=str(text.with_suffix(".bin")))
+    with pytest.raises(llama.UsageError, match=words):
+        data.validate(config)
+
+
+def test_a_run_learns_tokens_and_has_no_sample_of_them(run, text):
+    write_tokens(text.with_suffix(".bin"), [256, 299, 5, 280] * 100)
+    sizes = "--vocab-size 300 --seq-len 8 --batch-size 8 --num-steps 60 --learning-rate 1e-2 --data text.bin"
+    done = run(*sizes.split())
+    summary = done.result["summary"]
+    assert summary["first_loss"] == pytest.approx(math.log(300), abs=0.2) and summary["entropy"] is None
+    assert summary["held_out_loss"] < 1 and summary["sample"] is None
+    line = f"Held-out loss: {summary['held_out_loss']:.4f} (nats a token, 8 windows of the last tenth of text.bin)"
+    assert line in done.out and "Sample" not in done.out and "a byte" not in done.out
+
+
 # --- what is refused
 
 
