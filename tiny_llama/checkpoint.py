@@ -258,7 +258,9 @@ def write_files(folder, config, weights, number, tensors):
     """Write the three files, given the weights with the names of transformers; training.safetensors comes last."""
     library = import_safetensors("--save")
     own = {"save": secrets.token_hex(8)}
-    run = {"config": json.dumps(dataclasses.asdict(config)), "steps": str(number)} | own
+    # Where the run itself began does not matter to who goes on with it.
+    fields = dataclasses.asdict(config) | {"init_from": None, "resume": None}
+    run = {"config": json.dumps(fields), "steps": str(number)} | own
     remedy = "free space or give another folder"
     with reported("--save", folder, "written", remedy):
         folder.mkdir(parents=True, exist_ok=True)
@@ -318,8 +320,9 @@ def open_training(folder, flag):
 
 
 def training_fields(folder, flag):
-    """Return ({field of Config: value} of the run that was saved, the number of steps that it has done)."""
-    return open_training(folder, flag)[:2]
+    """Return {field of Config: value} of the run that was saved, which saves to this folder again."""
+    fields, _, _ = open_training(folder, flag)
+    return fields | {"save": str(folder)}  # wherever it has been moved
 
 
 def read_training(folder, flag):
