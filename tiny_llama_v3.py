@@ -406,7 +406,8 @@ def train_by_phase(step, data, records):
             raise Stopped
         clock = StepClock(step.device, step.config.unsynced_timing)
         with step.named_range("step"):
-            step.load(tokens, targets, number)
+            step.load(tokens, targets)
+            step.follow_schedule(number)
             step.synchronize()  # so that loading is not part of a phase
             clock.mark()
             start = time.perf_counter()
@@ -444,7 +445,8 @@ def train_in_one_go(step, data, records):
             for number, (tokens, targets) in zip(numbers, batches, strict=True):
                 if step.config.save and step.world.must_stop():
                     raise Stopped
-                step.load(tokens, targets, number)
+                step.load(tokens, targets)
+                step.follow_schedule(number)
                 start = time.perf_counter()
                 # --------------- the training step begins: nothing but work and a mark ---------------
                 step.run()
@@ -519,6 +521,8 @@ class TrainStep:
     come in and go out by load_state_dict() and state_dict(); freeze() freezes some.
     """
 
+    first = 0  # the number of the first step to do: --resume has done some
+
     def __init__(self, config, device=None, world=None):
         self.world = world or OneProcess()
         self.config, self.device = config, torch.device(device or select_device(config.device))
@@ -531,7 +535,6 @@ class TrainStep:
             self.targets = torch.zeros_like(self.tokens)
         if folder := config.resume or config.init_from:
             load_weights(self.model, folder, "--resume" if config.resume else "--init-from")
-        self.first = 0  # of the numbers of the steps to do: --resume has done some
         # Warm-up steps train, and restart() returns to these weights. The host keeps them, which costs no device
         # memory.
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
@@ -600,14 +603,14 @@ class TrainStep:
         with torch.autocast(self.device.type, torch.bfloat16, needed, cache_enabled=not self.config.graph):
             return self.run_model(*inputs)
 
-    def load(self, tokens, targets, number=None):
-        """Copy a batch, both (sequences_per_step, seq), into the buffers of the step.
-
-        With its number, the learning rate of a schedule as well: a captured step reads that on the device.
-        """
+    def load(self, tokens, targets):
+        """Copy a batch, both (sequences_per_step, seq), into the buffers of the step."""
         self.tokens.copy_(tokens)
         self.targets.copy_(targets)
-        if number is not None and (self.config.schedule != "constant" or self.config.warmup_fraction):
+
+    def follow_schedule(self, number):
+        """Give the optimizer the learning rate of step `number`, which a captured step reads on the device."""
+        if self.config.schedule != "constant" or self.config.warmup_fraction:
             self.optimizer.lr = self.config.learning_rate_of(number)
 
     def gradient_norm(self):
@@ -3045,8 +3048,9 @@ def adamw_kernel(
         exp_avg_sq = exp_avg_sq * BETA2 + grad * grad * (1.0 - BETA2)
         denominator = tl.sqrt(exp_avg_sq) / tl.sqrt(bias_correction2) + EPS
         step = lr / bias_correction1 * exp_avg / denominator
-        # As a product with 1 - lr * weight_decay it would lose most digits of a small lr.
-        step += lr * tl.load(weight_decay_ptr + owner) * weights
+        weight_decay = tl.load(weight_decay_ptr + owner)
+        if weight_decay != 0.0:  # as a product with 1 - lr * weight_decay it would lose most digits of a small lr
+            step += lr * weight_decay * weights
         weights -= step
         # In bf16, whose numbers lie a 256th apart, the mean of squares would never change: it does by a thousandth a
         # step. Rounded up as often as its lower half says, it is right on average. beta2^steps differs in each step.
@@ -3748,13 +3752,12 @@ def fields_of_folder(args):
     folder = args.get("resume", args.get("init_from"))
     if folder is None or "resume" in args and "init_from" in args:  # which Config refuses
         return {}
-    checkpoint = companion("checkpoint", flag)
-    fields = checkpoint.model_fields(folder, flag)
+    fields = companion("checkpoint", flag).model_fields(folder, flag)
     for name, value in fields.items():
         if args.get(name, value) != value:
             given, has = f"{flag_of(name)} {args[name]}", f"{flag} {folder}, whose model has {value}"
             raise UsageError(f"{given} contradicts {has}: drop one of the two")
-    return fields | (checkpoint.training_fields(folder, flag) if flag == "--resume" else {})
+    return fields | (companion("checkpoint", flag).training_fields(folder, flag) if flag == "--resume" else {})
 
 
 def validate_on_device(config, device):
@@ -4041,8 +4044,8 @@ def train_and_report(config, world=None):
         if not isinstance(error, Stopped):
             step.run()  # of the one that was cut short, some weights have no gradient, and summarize() counts them
             is_whole = False
-    # Both immediately after the measured steps. The energy of a run that ended early is in no whole steps.
-    energy = meter(config, len(records)) if meter and done + len(records) == config.num_steps else None
+    # Both immediately after the measured steps.
+    energy = meter and meter(dataclasses.replace(config, num_steps=config.num_steps - done), len(records))
     gpu["busy"] = gpu_state(device)
     summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu, "energy": energy}
     exit_code = exit_code or (1 if summary["diverged"] else 0)

@@ -177,8 +177,8 @@ def meter_energy(device):
     """Start to measure the energy of the current GPU. Return a function of a Config and of how many steps were done.
 
     It returns {"step_j", "token_j", "seconds"}: the joules per step and per token, of all the time since the start. It
-    returns None where the GPU has no counter of its own, or the time is less than METERED_SECONDS. Of a run that ended
-    early it would count steps that are not in the number.
+    returns None where the GPU has no counter of its own, the time is less than METERED_SECONDS, or the run ended early:
+    then steps used energy that are not in the number.
     """
     is_part = device.type == "cpu" or re.search(SHARED_COUNTER, llama.get_gpu(device.type).name)
     counter = None if is_part else or_none(amd_energy if torch.version.hip else nvidia_energy)
@@ -187,7 +187,7 @@ def meter_energy(device):
     def energy(config, steps):
         used, seconds = or_none(lambda: counter() - before), time.perf_counter() - start
         # A counter that stands still, or goes back, counts nothing.
-        if used is None or used <= 0 or seconds < METERED_SECONDS:
+        if used is None or used <= 0 or seconds < METERED_SECONDS or steps < config.num_steps:
             return None
         return {"step_j": used / steps, "token_j": used / steps / config.tokens_per_step, "seconds": seconds}
 

@@ -362,12 +362,11 @@ def compiled_by(size, monkeypatch):
 
 
 @needs_triton
-def test_processes_of_one_node_compile_what_those_of_several_do_but_for_adamw(monkeypatch):
+def test_processes_of_one_node_compile_what_those_of_several_do(monkeypatch):
     """job.slurm has them fill the cache. A process alone computes in other groups of layers."""
     alone, *together = (compiled_by(size, monkeypatch) for size in (1, 2, 6))
-    kernels = [{name for name, *_ in one - other} for one, other in (together, together[::-1])]
-    assert kernels == [{"adamw_kernel"}] * 2 and len(together[0]) == len(together[1]) > 10
-    assert {name for name, *_ in alone - together[0]} > {"adamw_kernel"}
+    assert together[0] == together[1] and len(together[0]) > 10
+    assert {name for name, *_ in alone - together[0]}
 
 
 def test_a_second_backward_pass_is_refused(monkeypatch):
