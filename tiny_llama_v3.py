@@ -3618,6 +3618,7 @@ def summarize(step, records):
     tflops, peak = hardware.tflops_and_peak(config, step.device) if hardware else (None, None)
     return dict(
         steps=len(records),
+        steps_before=step.first,
         diverged=divergence(records, step.first),
         final_loss=records[-1].loss,
         first_loss=records[0].loss,
@@ -3810,8 +3811,8 @@ def resume(step, tensors):
     step.optimizer.load_state({kind: [tensors[f"{kind}.{name}"] for name in names] for kind in kinds})
 
 
-def save_model(step, number, folder):
-    """Write the weights after so many steps, and what a run needs to go on; all processes must call it."""
+def save_model(step, number):
+    """Write the weights after so many steps, and what a run needs to go on, to --save; all processes must call it."""
     names = [name for name, _ in step.model.named_parameters()]
     # One by one to the host, as the device may not have room for all.
     weights = [(name, weight.cpu()) for name, weight in zip(names, step.optimizer.each_weight(), strict=True)]
@@ -3821,7 +3822,7 @@ def save_model(step, number, folder):
         for name, tensor in zip(names, of_parameters, strict=True)
     }
     if step.world.rank == 0:
-        companion("checkpoint", "--save").write(folder, step.config, weights, number, tensors)
+        companion("checkpoint", "--save").write(step.config.save, step.config, weights, number, tensors)
 
 
 def keep_model(step, number, diverged, is_whole):
@@ -3835,16 +3836,11 @@ def keep_model(step, number, diverged, is_whole):
         print(f"Not saved, as {reason}: {folder} stays as it was")
         return None
     try:
-        save_model(step, number, folder)
-    except UsageError as error:
-        spare = Path(tempfile.gettempdir(), f"tiny_llama_{os.getpid()}")
-        try:
-            save_model(step, number, spare)
-        except (UsageError, OSError):  # that one is full as well
-            return error
-        return UsageError(f"{error}; the trained model is in {spare}")
+        save_model(step, number)
+    except UsageError as error:  # that names another place, if there is one
+        return error
     broken = ", but it diverged, and its weights are of no use" if diverged else ""
-    print(f"\nModel after {number} steps: {folder}{broken}", flush=True)
+    print(f"\nModel after {number} step{'s' * (number > 1)}: {folder}{broken}", flush=True)
 
 
 def print_configuration(step):
@@ -3855,7 +3851,7 @@ def print_configuration(step):
     software += [f"Triton {triton.__version__}" if triton else "no Triton"]
     processes = f" on each of {step.world.size} processes" if step.world.size > 1 else ""
     micro_batches = f"{config.accumulate} micro-batches a step, each a " if config.accumulate > 1 else ""
-    done = f", of which {step.first} are done," if step.first else ""
+    done = f" of which {step.first} are done" if step.first else ""
     reason = triton_obstacle(device, config.use_amp) if config.impl == "triton" else None
     print(
         f"Device: {gpu.name} ({gpu.arch}); {', '.join(software)}\n"

@@ -258,8 +258,8 @@ def write_files(folder, config, weights, number, tensors):
     """Write the three files, given the weights with the names of transformers; training.safetensors comes last."""
     library = import_safetensors("--save")
     own = {"save": secrets.token_hex(8)}
-    # Where the run itself began does not matter to who goes on with it.
-    fields = dataclasses.asdict(config) | {"init_from": None, "resume": None}
+    # Where the run began does not matter to who goes on with it, nor what was looked at meanwhile.
+    fields = dataclasses.asdict(config) | {"init_from": None, "resume": None, "check": False, "profile": None}
     run = {"config": json.dumps(fields), "steps": str(number)} | own
     remedy = "free space or give another folder"
     with reported("--save", folder, "written", remedy):
