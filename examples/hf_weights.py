@@ -1,19 +1,23 @@
-"""Load a LLaMA in Hugging Face's format into our model, train it for some steps, and save it in the same format.
+"""Train a LLaMA in Hugging Face's format, after comparing our model of it with that of the library transformers.
 
     python -m examples.hf_weights FOLDER
     python -m examples.hf_weights FOLDER --text FILE --num-steps 100 --output NEW_FOLDER
 
 FOLDER contains config.json and *.safetensors, as save_pretrained() and `hf download NAME --local-dir FOLDER` write
-them. The library transformers reads and writes it, without a network, and no code that lies in the folder is run. The
-logits are compared with those of its model before training, which is in fp32. --text is read by the folder's tokenizer;
-without it, the tokens are random.
+them. First the logits of both models are compared, in fp32. Then this is a run of
+
+    python tiny_llama_v3.py --init-from FOLDER --data FILE.bin --save NEW_FOLDER
+
+where FILE.bin has the tokens of --text by the folder's tokenizer; without --text, the tokens are random. The files of
+the tokenizer and the licence come along. There is no network, and no code that lies in the folder is run.
 
 Exit codes: 0 done, 1 the logits differ, or the loss is not finite, 2 the request cannot be met, 130 interrupted.
 """
 
 import contextlib
+import gc
+import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -29,93 +33,45 @@ if not __package__:
 import tiny_llama_v3 as llama
 from measure.command_line import Parser, UsageError, positive, program, replacing, require_file
 from measure.results import describe, import_library
-from tiny_llama import hardware
-from tiny_llama.data import as_batch, windows_of
+from tiny_llama import checkpoint, hardware
+from tiny_llama.data import token_type
 from tiny_llama.files import open_input
-from tiny_llama.hugging_face_weights import HF_SIZES, copy_to_hugging_face, from_hugging_face
 
 # Of the logits, relative to the largest. transformers has the angles of rotary embedding in fp32, ours are from fp64:
 # at position 2,048 this alone makes 6e-5.
 TOLERANCE = 1e-4
-# What our model computes: fields of config.json that must be so, or missing. Keys of weights that are missing or too
-# many would be random, or ignored.
-SUPPORTED = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "is_causal": True,
-    "quantization_config": None,
-    "rope_type": "default",
-    "missing_keys": set(),
-    "unexpected_keys": set(),
-}
 # What comes along to --output: the tokenizer's files and others of generation, the licence. No weights, and no code.
 BESIDE = "*.json *.jinja *.md *.model *.spm *.tiktoken *.txt *.vocab *token* LICENSE* NOTICE*".split()
 BESIDE += ["additional_chat_templates/*.jinja"]
 NOT_BESIDE = "config.json *.index.json *.bin *.pt *.pth *.py *.pyc *.safetensors *.so".split()
-# A folder's Python is not run whatever its files ask for, and what it lacks is not looked for elsewhere.
-LOCAL = dict(trust_remote_code=False, local_files_only=True)
+# Of config.json, what the script does not know: it trains on shorter sequences than a model may see.
+KEPT = "bos_token_id eos_token_id pad_token_id max_position_embeddings".split()
 
 
 @contextlib.contextmanager
 def reported(what, done="read"):
-    """Turn whatever is raised into UsageError. It names what config.json has by its keys, not by the script's flags."""
+    """Turn whatever a library raises into UsageError."""
     try:
         yield
     except Exception as error:
-        text = describe(error)
-        for ours, theirs in HF_SIZES.items():
-            text = text.replace(llama.flag_of(ours), theirs)
-        raise UsageError(f"{what} cannot be {done} ({text})") from error
+        raise UsageError(f"{what} cannot be {done} ({describe(error)})") from error
 
 
-def refuse_unsupported(folder, given):
-    """Raise UsageError for the first of these facts, a dict, that our model cannot compute."""
-    for name, value in SUPPORTED.items():
-        if given.get(name, value) not in (value, None):
-            raise UsageError(f"{folder}: {name} is {given[name]!r}, and only {value!r} is supported")
-
-
-def read_config(folder):
-    """Return the LlamaConfig of a folder, without its weights."""
+def import_transformers(folder):
+    """Return the library transformers, for a folder in which there is nothing that it would wait for."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give one with a whole LLaMA")
     for path in folder.iterdir():
         path.is_dir() or require_file(path)
     with reported("transformers", "imported"):
         transformers = import_library("transformers")
-    with reported(folder):
-        transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()  # what it would warn of is refused
-        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
-    given = config.to_dict()
-    refuse_unsupported(folder, given | (given.get("rope_parameters") or {}))
-    return config
-
-
-def load(folder, config):
-    """Return the LlamaForCausalLM of a folder, in fp32; UsageError if our model cannot compute it."""
-    with reported(folder):
-        from transformers import LlamaForCausalLM
-
-        model, found = LlamaForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            attn_implementation="sdpa",  # a name of config.json may be that of code in Hugging Face's hub
-            use_safetensors=True,
-            output_loading_info=True,
-            local_files_only=True,
-        )
-    refuse_unsupported(folder, found)
-    # Where the file has another head, transformers does not tie it.
-    if config.tie_word_embeddings != (model.lm_head.weight is model.model.embed_tokens.weight):
-        raise UsageError(f"{folder}: tie_word_embeddings is true beside another lm_head.weight: make it false")
-    return model.float()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what it would warn of is refused
+    return transformers
 
 
 def read_beside(folder):
-    """Return {path in the folder: bytes} of the files that BESIDE names, so that saving needs the folder no more."""
+    """Return {path in the folder: bytes} of what comes along, so that saving needs the folder no more."""
     contents = {}
     for path in {path for pattern in BESIDE for path in folder.glob(pattern)}:
         if path.is_dir() or any(path.match(pattern) for pattern in NOT_BESIDE):
@@ -125,99 +81,46 @@ def read_beside(folder):
     return contents
 
 
-def text_batches(path, folder, config):
-    """Yield batches as llama.random_tokens() does, of random windows of a text, the same in every run."""
-    with reported(f"--text {path} or the tokenizer of {folder}"), open_input(path) as file:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+def write_tokens(text, folder, config, transformers):
+    """Write the tokens of a text, by the tokenizer of a folder, to the file of config.data."""
+    with reported(f"--text {text} or the tokenizer of {folder}"), open_input(text) as file:
+        # A folder's Python is not run whatever its files ask for, and what it lacks is not looked for elsewhere.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # Not verbose: it would warn of a text that is longer than the model's context, of which windows are taken.
-        tokens = np.array(tokenizer(file.read().decode(), verbose=False).input_ids)
-    if len(tokens) <= config.seq_len:
-        raise UsageError(f"--text {path} has {len(tokens)} tokens, and --seq-len {config.seq_len} needs more")
-    if not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
-        beyond = tokens[(tokens < 0) | (tokens >= config.vocab_size)][0]
-        known = f"the tokenizer of {folder} gives token {beyond}, and its model has {config.vocab_size}"
-        raise UsageError(f"--text {path}: {known}: resize the model's embeddings, or leave such words out")
-    windows, rng = windows_of(tokens, config), np.random.default_rng(config.seed)
-    while True:
-        yield as_batch(windows[rng.integers(len(windows), size=config.batch_size)])
-
-
-def make_step(config, device, model):
-    """Return a TrainStep that starts from the weights of a LlamaForCausalLM."""
-    step = llama.TrainStep(config, device)
-    names = [name for name, _ in step.model.named_parameters()]
-    step.load_state_dict(from_hugging_face(model.state_dict(), names))
-    return step
+        tokens = np.array(tokenizer(file.read().decode(), verbose=False).input_ids, dtype=np.int64)
+    beyond = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+    if len(beyond):
+        known = f"the tokenizer of {folder} gives token {beyond[0]}, and its model has {config.vocab_size}"
+        raise UsageError(f"--text {text}: {known}: resize the model's embeddings, or leave such words out")
+    tokens.astype(token_type(config)).tofile(config.data)
 
 
 @torch.no_grad()
-def same_logits(step, model):
+def same_logits(config, device, folder, transformers):
     """Return whether our model has the logits of transformers'; print by how much they differ."""
-    # The model of transformers is on the device only for this: training needs the memory.
-    expected = model.to(step.device.type)(step.tokens).logits
-    model.cpu()
+    step = llama.TrainStep(config, device)
+    step.load(*next(llama.batches(config)))
+    with reported(folder):
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            folder,
+            attn_implementation="sdpa",  # a name of config.json may be that of code in Hugging Face's hub
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    expected = model.float().to(device)(step.tokens).logits
     difference = ((step.model(step.tokens) - expected).abs().max() / expected.abs().max()).item()
-    print(f"The logits differ from those of transformers by {difference:.1e} (allowed: {TOLERANCE})")
+    print(f"The logits differ from those of transformers by {difference:.1e} (allowed: {TOLERANCE})", flush=True)
     return difference <= TOLERANCE
 
 
-def save(step, model, beside, output):
-    """Write the trained weights, and what was beside them, {path: bytes}, to a new folder."""
-    copy_to_hugging_face(dict(step.model.named_parameters()), model)
-    if Path("generation_config.json") in beside:
-        model.generation_config = type(model.generation_config)()  # that of the folder may be one that is not saved
-    model.config.rope_theta = model.config.rope_parameters["rope_theta"]  # where transformers 4 looks for it
-    with replacing(output) as new, reported(f"--output {output}", "written"):
-        model.save_pretrained(new)
-        for path, content in beside.items():
-            (new / path).parent.mkdir(exist_ok=True)
-            (new / path).write_bytes(content)
-        for path in new.glob("*.safetensors"):
-            shutil.copymode(new / "config.json", path)  # safetensors 0.8 hides it from the group
-
-
-def save_somewhere(step, model, beside, output):
-    """Write to output, or where else there is room: UsageError then says where the trained model is."""
-    places, reasons = [output, *(Path(place, f"hf_weights_{os.getpid()}") for place in spare_folders())], []
-    for place in places:
-        try:
-            save(step, model, beside, place)
-        except UsageError as error:
-            reasons.append(str(error))
-        else:
-            break
-    else:
-        raise UsageError("; ".join(reasons))
-    if reasons:
-        raise UsageError(f"{reasons[0]}: the trained model is in {place}")
-
-
-def spare_folders():
-    """Yield folders that the user may write to."""
-    with contextlib.suppress(OSError):  # no place for temporary files
-        yield tempfile.gettempdir()
-    with contextlib.suppress(OSError, RuntimeError):
-        yield Path.home()
-        yield Path.cwd()
-
-
-def run(config, device, given, folder, text, output):
-    """Load, compare, train and save. Return the exit code."""
-    model, beside = load(folder, given), read_beside(folder) if output else {}
-    batches = text_batches(text, folder, config) if text else llama.random_tokens(config)
-    step, records = make_step(config, device, model), []
-    step.load(*next(batches))
-    if not same_logits(step, model):
-        return 1
-    llama.print_configuration(step)
-    llama.train(step, batches, records)
-    if llama.divergence(records):
-        return 1
-    if output:
-        save_somewhere(step, model, beside, output)
-    return 0
+def complete(output, given, beside):
+    """Make a folder that --save has written one that others use: no optimizer, but what was beside the weights."""
+    (output / checkpoint.TRAINING).unlink()
+    written = json.loads((output / checkpoint.CONFIG).read_text())
+    written |= {name: given[name] for name in KEPT if name in given}
+    for path, content in (beside | {Path(checkpoint.CONFIG): json.dumps(written, indent=2).encode()}).items():
+        with replacing(output / path) as file:
+            file.write_bytes(content)
 
 
 @program("hf_weights")
@@ -226,13 +129,13 @@ def main(argv):
     parser.add_argument("folder", type=Path, help="with config.json and *.safetensors")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text (default: random tokens)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="save the trained model in a new folder")
-    for flag, kind, default, text in (
+    for flag, kind, default, help in (
         ("--num-steps", positive, 10, "training steps"),
         ("--batch-size", positive, 1, "sequences a step"),
         ("--seq-len", positive, 128, "tokens a sequence"),
         ("--learning-rate", float, 1e-5, "AdamW's"),
     ):
-        parser.add_argument(flag, type=kind, default=default, help=f"{text} (default: {default})")
+        parser.add_argument(flag, type=kind, default=default, help=f"{help} (default: {default})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     options = vars(parser.parse_args(argv))
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
@@ -240,20 +143,23 @@ def main(argv):
         if os.path.lexists(output):
             raise UsageError(f"--output {output} exists: give the name of a new folder")
         llama.writable_folder("--output", output.absolute().parent)
-    given, device = read_config(folder), llama.select_device(options["device"])
-    with reported(folder / "config.json"):
-        config = llama.Config(
-            **{ours: getattr(given, theirs) for ours, theirs in HF_SIZES.items()},
-            rope_theta=float(given.rope_parameters["rope_theta"]),
-            untied_head=not given.tie_word_embeddings,
-            data=str(text or "random"),  # which is printed
-            **options,
-        )
+    transformers, beside = import_transformers(folder), read_beside(folder) if output else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = {"init_from": folder, "data": Path(scratch, f"{text.name}.bin") if text else "random", **options}
+        argv = [f"{llama.flag_of(name)}={value}" for name, value in flags.items()]
+        config = llama.parse_config(argv, "hf_weights")
+        device, given = llama.select_device(config.device), checkpoint.read_json(folder / checkpoint.CONFIG, "FOLDER")
+        if text:
+            write_tokens(text, folder, config, transformers)
         hardware.remedied(config, hardware.require_host_memory, device)
         hardware.require_gpu_memory(config, device)
-    if given.head_dim not in (config.head_dim, None):
-        raise UsageError(f"{folder}: head_dim is {given.head_dim}, and only {config.head_dim} is supported")
-    return hardware.remedied(config, run, device, given, folder, text, output)
+        if not hardware.remedied(config, same_logits, device, folder, transformers):
+            return 1
+        gc.collect()  # frees both models
+        exit_code = llama.main([*argv, f"--save={output}"] if output else argv, "hf_weights")
+    if output and (output / checkpoint.MODEL).exists():
+        complete(output, given, beside)
+    return exit_code
 
 
 if __name__ == "__main__":
