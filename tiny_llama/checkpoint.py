@@ -11,9 +11,9 @@ library safetensors, and not transformers. No code of a folder is run.
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import math
-import os
 import secrets
 import shutil
 import tempfile
@@ -111,7 +111,8 @@ def model_fields(folder, flag):
     for name in ("rope_scaling", "rope_parameters"):  # the former of transformers 4, the latter of 5
         rope = given.pop(name, {})
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise UsageError(f"{flag} {path}: {name} is {rope!r:.80}, and only rope_type 'default' is supported")
+            what = f"{name} is {rope!r:.80}, and only rope_type 'default' is supported"
+            raise UsageError(f"{flag} {path}: {what}: give another model")
         parts.append(without_nulls(rope))
     given = DEFAULTS | given
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
@@ -240,7 +241,7 @@ def write(folder, config, weights, number, tensors):
     weights = {name: part.contiguous() for name, part in to_hugging_face(weights, config)}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     error = None
-    for place in (Path(folder), *(Path(spare, f"tiny_llama_{os.getpid()}") for spare in spare_folders())):
+    for place in itertools.chain([Path(folder)], spare_folders()):
         try:
             write_files(place, config, weights, number, tensors)
             break
@@ -273,12 +274,10 @@ def write_files(folder, config, weights, number, tensors):
 
 
 def spare_folders():
-    """Yield folders that the user may write to."""
-    with contextlib.suppress(OSError):  # no place for temporary files
-        yield tempfile.gettempdir()
-    with contextlib.suppress(OSError, RuntimeError):
-        yield Path.home()
-        yield Path.cwd()
+    """Yield new folders, where the user may write."""
+    for place in (tempfile.gettempdir, Path.home, Path.cwd):
+        with contextlib.suppress(OSError, RuntimeError):  # full, not there, or nobody's home
+            yield Path(tempfile.mkdtemp(prefix="tiny_llama_", dir=place()))
 
 
 def require_free(folder, flag, resumed=None):
@@ -287,9 +286,8 @@ def require_free(folder, flag, resumed=None):
     resumed is the folder that the run goes on with, or None: that one is replaced.
     """
     import_safetensors(flag)
-    folder = Path(folder)
-    held = [path for pattern in (CONFIG, "*.safetensors") for path in folder.glob(pattern)]
-    if held and not (resumed and folder.resolve() == Path(resumed).resolve()):
+    held = [path for pattern in (CONFIG, "*.safetensors") for path in Path(folder).glob(pattern)]
+    if held and not (resumed and Path(folder).resolve() == Path(resumed).resolve()):
         raise UsageError(f"{flag} {folder} holds a model already: give another folder, or --resume {folder}")
     llama.writable_folder(flag, folder)
 

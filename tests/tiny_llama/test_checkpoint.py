@@ -335,8 +335,9 @@ def test_a_full_disk_leaves_the_former_save_and_the_model_is_kept_elsewhere(spar
     if "here" in full:
         assert not kept and not list(spare.glob("*/tiny_llama_*"))
     else:
-        assert kept == [spare / ("home" if "temporary" in full else "temporary") / f"tiny_llama_{os.getpid()}"]
-        assert message.endswith(f"the trained model is in {kept[0]}") and read(kept[0])
+        assert message.endswith(f"the trained model is in {kept[0]}") and read(kept[0]) and len(kept) == 1
+        assert kept[0].parent == spare / ("home" if "temporary" in full else "temporary")
+        assert list(spare.glob("*/tiny_llama_*")) == kept
 
 
 class Killed(BaseException):
@@ -398,7 +399,7 @@ def test_training_that_cannot_go_on_is_named(tmp_path):
     assert f"has no training.safetensors: --init-from {tmp_path} starts from the weights alone" in message
 
 
-def test_a_folder_that_holds_a_model_is_free_only_for_the_run_that_goes_on_with_it(tmp_path):
+def test_a_folder_that_holds_a_model_is_free_only_for_the_run_that_goes_on_with_it(tmp_path, monkeypatch):
     folder, other = tmp_path / "run", tmp_path / "other"
     checkpoint.require_free(folder, "--save")
     assert folder.is_dir()
@@ -412,5 +413,7 @@ def test_a_folder_that_holds_a_model_is_free_only_for_the_run_that_goes_on_with_
             assert message == f"--save {folder} holds a model already: give another folder, or --resume {folder}"
         checkpoint.require_free(folder, "--save", tmp_path / "other/../run")
         (folder / name).unlink()
+    monkeypatch.chdir(folder)
+    assert "--save '' names no folder" in refused(checkpoint.require_free, "", "--save")
     (tmp_path / "file").touch()
     assert "--save" in refused(checkpoint.require_free, tmp_path / "file", "--save")
