@@ -533,8 +533,8 @@ class TrainStep:
             self.model = TinyLlamaTriton(config, operations)
             self.tokens = torch.zeros(config.sequences_per_step, config.seq_len, dtype=torch.int64)
             self.targets = torch.zeros_like(self.tokens)
-        if folder := config.resume or config.init_from:
-            load_weights(self.model, folder, "--resume" if config.resume else "--init-from")
+        if config.resume or config.init_from:
+            load_weights(self.model, config)
         # Warm-up steps train, and restart() returns to these weights. The host keeps them, which costs no device
         # memory.
         self.initial_weights = [p.detach().cpu().clone() for p in self.model.parameters()]
@@ -753,6 +753,10 @@ class OneProcess:
     def reset(self, optimizer, weights):
         """Start over from these weights, an iterable of tensors of the device."""
         optimizer.reset(weights)
+
+    def load_state(self, optimizer, state):
+        """Give an optimizer what another run's each_state() has yielded, {name: tensors}."""
+        optimizer.load_state(state)
 
     def mean(self, values):
         """Average a list of numbers over the processes."""
@@ -3779,15 +3783,17 @@ def validate_on_device(config, device):
         raise UsageError("TRITON_INTERPRET=1 runs the kernels on the CPU: unset it, or give --device cpu")
 
 
-def load_weights(model, folder, flag):
-    """Copy the weights of a folder into a model; UsageError if they are those of another."""
-    named = dict(model.named_parameters())
-    weights = companion("checkpoint", flag).read_weights(folder, list(named), flag)
-    for name, p in named.items():
-        if p.shape != weights[name].shape:
-            shapes = f"{name} of the shape {tuple(weights[name].shape)}, and {tuple(p.shape)} is needed"
-            raise UsageError(f"{flag} {folder} has {shapes}: give the sizes of its config.json")
-        p.data.copy_(weights[name])
+def load_weights(model, config):
+    """Copy the weights of the folder of --init-from or --resume into a model; UsageError if they are of another."""
+    flag = "--resume" if config.resume else "--init-from"
+    folder, named = config.resume or config.init_from, dict(model.named_parameters())
+    checkpoint = companion("checkpoint", flag)
+    for name, value in checkpoint.model_fields(folder, flag).items():
+        if getattr(config, name) != value:
+            differing = f"{name} {value}, and the Config {getattr(config, name)}"
+            raise UsageError(f"{flag} {folder} has {differing}: give it the sizes of the model")
+    for name, weight in checkpoint.read_weights(folder, list(named), flag).items():
+        named[name].data.copy_(weight)
 
 
 def read_training(config):
@@ -3808,7 +3814,7 @@ def resume(step, tensors):
     if missing:  # of the other kind of optimizer
         where = f"--resume {step.config.resume}: training.safetensors has no {missing[0]}"
         raise UsageError(f"{where}: give the --impl it was trained with, or --init-from for its weights alone")
-    step.optimizer.load_state({kind: [tensors[f"{kind}.{name}"] for name in names] for kind in kinds})
+    step.world.load_state(step.optimizer, {kind: [tensors[f"{kind}.{name}"] for name in names] for kind in kinds})
 
 
 def save_model(step, number):

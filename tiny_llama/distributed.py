@@ -237,12 +237,13 @@ class World(llama.OneProcess):
 
     def reset(self, optimizer, weights):
         """Start over from these weights; of those that FSDP2 shares out, each process copies its part."""
-        if not any(hasattr(p, "full_tensor") for p in optimizer.parameters):
-            return super().reset(optimizer, weights)
-        from torch.distributed.tensor.experimental import implicit_replication  # as in parallelize()
-
-        with implicit_replication():
+        with taking_parts(optimizer):
             super().reset(optimizer, weights)
+
+    def load_state(self, optimizer, state):
+        """Give an optimizer a state, as reset() does the weights."""
+        with taking_parts(optimizer):
+            super().load_state(optimizer, state)
 
     def report(self, summary):
         """Print and return what the processes did together, a dict for the JSON file."""
@@ -257,6 +258,15 @@ class World(llama.OneProcess):
             print("Communication that was not hidden: not measured")
         print(f"Peak memory of the fullest process: {world['peak_memory_mib']:.1f} MiB")
         return world
+
+
+def taking_parts(optimizer):
+    """Return a context in which a whole tensor can be copied to one that FSDP2 shares out."""
+    if not any(hasattr(p, "full_tensor") for p in optimizer.parameters):
+        return contextlib.nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication  # as in parallelize()
+
+    return implicit_replication()
 
 
 def first_line(error):

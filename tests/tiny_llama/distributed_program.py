@@ -34,6 +34,7 @@ CONFIG = llama.Config(
     data="markov",
     comm_timeout=60,
 )
+MICRO_BATCHES = dict(batch_size=1, accumulate=2, clip=0.5, schedule="cosine", warmup_fraction=0.3)
 RUNS = {  # of CONFIG
     "sharded": {},
     "one window": dict(timing="step", warmup_steps=0),
@@ -42,6 +43,9 @@ RUNS = {  # of CONFIG
     "ddp": dict(impl="sdpa"),
     "full": dict(impl="sdpa", shard="full"),
     "kernels": dict(batch_size=1, seq_len=4, num_steps=2, warmup_steps=0),
+    "micro-batches": MICRO_BATCHES,
+    "ddp, micro-batches": MICRO_BATCHES | dict(impl="sdpa"),
+    "full, micro-batches": MICRO_BATCHES | dict(impl="sdpa", shard="full"),
 }
 INTERPRETED = "frozen", "kernels"
 ON_GPUS = torch.cuda.device_count() > 1
@@ -51,6 +55,7 @@ if ON_GPUS:
         "bf16": dict(use_amp=True),
         "graphs": dict(graph=True, warmup_steps=2),
         "one graph": dict(graph=True, warmup_steps=2, timing="step"),
+        "graphs, micro-batches": MICRO_BATCHES | dict(graph=True, warmup_steps=2),
     }
 
 

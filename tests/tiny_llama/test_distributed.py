@@ -22,7 +22,7 @@ from measure.command_line import NothingRecorded
 from tests.core.tiny import TINY
 from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
-from tiny_llama import distributed
+from tiny_llama import checkpoint, distributed
 from tiny_llama.distributed import ShardedAdamW, World, summarize_processes
 from tiny_llama.notes import lone_process
 
@@ -148,6 +148,30 @@ def test_a_run_of_two_processes(start, tmp_path):
     assert (world["size"], world["backend"], len(result["steps"])) == (2, "gloo", 3)
     assert f" tokens/sec, {world['tokens_per_second'] / 2:,.0f} a process\n" in out
     assert [process["rank"] for process in world["processes"]] == [0, 1]
+
+
+@pytest.mark.parametrize("flags", [
+    pytest.param(["--moments", "bf16", "--accumulate", "2"], marks=needs_triton), ["--impl", "sdpa", "--shard", "full"],
+], ids=["sharded", "full"])  # fmt: skip
+def test_two_processes_save_and_resume_to_the_bit(start, capsys, tmp_path, flags):
+    """What they save together is the whole model, with which one process can go on as well."""
+    given = [*SIZES, *flags, "--device", "cpu", "--data", "markov", "--clip", "0.5", "--batch-size", "1"]
+    given += ["--warmup-steps", "1", "--seq-len", "4", "--output-dir", tmp_path / "results"]
+
+    def losses(*flags):
+        exit_code, out = finish(start("script", tmp_path, *flags))
+        assert exit_code == 0, out
+        return re.findall(r"(step .*? norm [\d.]+)", out)
+
+    expected = losses(*given, "--num-steps", "4", "--save", tmp_path / "whole")
+    first = losses(*given, "--num-steps", "2", "--save", tmp_path / "parts")
+    rest = losses("--resume", tmp_path / "parts", "--num-steps", "4")
+    assert len(expected) == 4 and [line.replace("/2", "/4") for line in first] + rest == expected
+    whole, parts = (checkpoint.read_training(tmp_path / name, "--resume")[1] for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    if "--shard" not in flags:
+        assert llama.main(["--resume", str(tmp_path / "whole"), "--num-steps", "5"], "tiny_llama_v3.py") == 0
+        assert "\nstep    5/5 | loss 2." in capsys.readouterr().out
 
 
 def test_a_process_alone_has_no_world(run, monkeypatch):
