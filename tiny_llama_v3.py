@@ -2848,7 +2848,7 @@ def scale_kernel(
     n_cols,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """x *= factor * n_rows / counted.  Grid: (n_rows * blocks of columns,).
+    """x *= factor * n_rows / counted.  Grid: (programs,), each of which takes every so-many-th block of a row.
 
     The loss kernel has divided by n_rows; this corrects for ignored targets, and for the factor of backward(). That is
     usually 1, and then x is not touched. Deciding on the device avoids a sync.
@@ -2858,14 +2858,16 @@ def scale_kernel(
         factor *= n_rows / tl.maximum(counted, 1.0)  # if none counts, x is 0
     if factor != 1.0:
         blocks = tl.cdiv(n_cols, BLOCK_SIZE)
-        cols = tl.program_id(0) % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-        ptrs = x_ptr + (tl.program_id(0) // blocks).to(tl.int64) * stride_row + cols
-        store(ptrs, load(ptrs, cols < n_cols) * factor, cols < n_cols)
+        for block in range(tl.program_id(0), n_rows * blocks, tl.num_programs(0)):
+            cols = block % blocks * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+            ptrs = x_ptr + (block // blocks).to(tl.int64) * stride_row + cols
+            store(ptrs, load(ptrs, cols < n_cols) * factor, cols < n_cols)
 
 
 CROSS_ENTROPY_BLOCK = 8192  # columns; a quarter takes 1.2 times as long
 CROSS_ENTROPY_PER_THREAD = 16  # 32 take 1.05 times as long, 8 1.6 times
-SCALE_BLOCK = 4096  # the factor is almost always 1, and then nothing is read
+SCALE_BLOCK = 4096  # columns
+SCALE_PROGRAMS = 8  # for each multiprocessor
 
 
 def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
@@ -2908,9 +2910,11 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits_grad, counted = ctx.saved_tensors
         n_rows, n_cols = logits_grad.shape
         block_size = min(next_power_of_2(n_cols), SCALE_BLOCK)
-        grid = (n_rows * cdiv(n_cols, block_size),)
+        # Few programs, as mostly nothing is to be done: one for each block of GPT-2's logits would take 0.1 ms.
+        most = SCALE_PROGRAMS * get_gpu(logits_grad.device.type).num_sms
+        programs = min(n_rows * cdiv(n_cols, block_size), most)
         scalars = logits_grad.stride(0), n_rows, n_cols
-        launch(scale_kernel, grid, (logits_grad, loss_grad, counted), scalars, dict(BLOCK_SIZE=block_size))
+        launch(scale_kernel, (programs,), (logits_grad, loss_grad, counted), scalars, dict(BLOCK_SIZE=block_size))
         torch.autograd.graph.increment_version(logits_grad)  # a second run would scale it again: autograd refuses it
         return logits_grad.view(ctx.shape), None, None  # targets are integers
 
