@@ -146,6 +146,9 @@ def test_transformers_loads_it_and_has_the_same_logits(tmp_path, transformers, c
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert capsys.readouterr().err == ""  # no warning
     assert type(theirs) is transformers.LlamaForCausalLM and theirs.dtype == torch.float32
+    assert theirs.config.max_position_embeddings == 16 and theirs.config.eos_token_id is None
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_theta"] == config.rope_theta  # where transformers 4 looks for it
     torch.testing.assert_close(make_model(config)(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
