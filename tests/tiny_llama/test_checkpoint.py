@@ -279,7 +279,7 @@ def test_a_tied_head_and_old_buffers_may_be_among_the_weights(tmp_path):
     ("model.safetensors", lambda path: os.remove(path) or write_index(path.parent, {"a": "../x"}), "names '../x'"),
     ("model.safetensors", lambda path: os.remove(path) or write_index(path.parent, {"a": "/x"}), "names '/x'"),
     ("model.safetensors", lambda path: os.remove(path) or write_index(path.parent, {"a": "x"}), "x cannot be read (No"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, name, spoil, words):
     save(tmp_path)
     spoil(tmp_path / name)
