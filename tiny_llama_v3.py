@@ -764,7 +764,7 @@ class OneProcess:
 
     stop_requested = None  # the signal that did, of Ctrl-C and SIGTERM
 
-    def handle_signals(self, deferred):
+    def handle_signals(self, deferred=False):
         """Have Ctrl-C and SIGTERM stop all processes together. They end a single one at once, unless deferred."""
         if deferred:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -3589,9 +3589,7 @@ def total_norm(tensors):
 def gradient_norm(model):
     """Return the 2-norm of all gradients together."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if not any(gradient.is_cuda for gradient in gradients):
-        gradients = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    return whole(torch.nn.utils.get_total_norm(gradients)).item()
+    return whole(total_norm(gradients)).item() if gradients else 0.0
 
 
 def without_gradient(model):
