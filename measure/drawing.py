@@ -149,8 +149,7 @@ class Sheet:
         self.axes.set(xlim=(0, SHEET_WIDTH), ylim=(height, 0))
         self.axes.figure.set_size_inches(SHEET_WIDTH / 72, height / 72)
         with style():
-            text = svg(self.axes.figure, "picture", self.title)
-        return text.replace("<defs>", f"<defs>\n<style>{css()}</style>", 1)
+            return svg_file(self.axes.figure, self.title)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,6 +161,12 @@ def save_png(figure, path, dpi=110):
     with replacing(path) as picture:
         figure.savefig(picture, dpi=dpi, facecolor="white", metadata={"Software": None})
     plt.close(figure)
+
+
+def save_svg(figure, path, title, description):
+    """Write the picture with its light and its dark colours, whole or not at all."""
+    with replacing(path) as picture:
+        picture.write_text(svg_file(figure, title, description) + "\n", encoding="utf-8")
 
 
 def css():
@@ -185,3 +190,9 @@ def svg(figure, name, title, description=""):
     words = f'<title id="{name}-title">{html.escape(title)}</title>\n'
     words += f'<desc id="{name}-text">{html.escape(description)}</desc>'
     return text.replace(">", f' role="img" aria-labelledby="{name}-title {name}-text">\n{words}', 1)
+
+
+def svg_file(figure, title, description=""):
+    """Return the picture as a file of its own."""
+    text = svg(figure, "picture", title, description)
+    return text.replace("<defs>", f"<defs>\n<style>{css()}</style>", 1)

@@ -21,6 +21,8 @@ TIMES = re.compile(r"(.+_)?ms|us")  # names of the fields that hold times, in th
 # Of several processes: differences of times, which have any sign, and are null where they were not measured.
 DIFFERENCES = "exposed_communication_ms", "own_ms", "behind_ms"
 NUMBERS = int, float
+# Options of a benchmark that name a private folder, without effect on what is measured.
+PRIVATE = r" ('--(output-dir|save)=[^']*'|--(output-dir|save)[ =]('[^']*'|\S+))"
 
 
 class Unavailable(Exception):
@@ -58,9 +60,7 @@ def header(benchmark, device, argv, part="benchmarks"):
     arguments = shlex.join(["python", "-m", f"{part}.{benchmark}", *argv])
     return {
         "benchmark": benchmark,
-        "command": re.sub(
-            r" ('--output-dir=[^']*'|--output-dir[ =]('[^']*'|\S+))", "", arguments
-        ),  # a private path, without effect
+        "command": re.sub(PRIVATE, "", arguments),
         "date": datetime.now().isoformat(timespec="seconds"),
         "environment": hardware.environment(device),
     }

@@ -30,7 +30,9 @@ def test_json_has_no_nan(tmp_path):
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"loss": [1.0, None, None, None]}
 
 
-@pytest.mark.parametrize("private", [["--output-dir", "/home/me/x"], ["--output-dir=/home/my files/x"]])
+@pytest.mark.parametrize("private", [
+    ["--output-dir", "/home/me/x"], ["--output-dir=/home/my files/x"], ["--save", "/home/me/x"],
+])  # fmt: skip
 def test_the_header_says_how_to_repeat_it_without_the_private_folder(private):
     header = results.header("steps", torch.device("cpu"), ["--rows", "triton graph", *private, "--tiny"])
     assert header["command"] == "python -m benchmarks.steps --rows 'triton graph' --tiny"
