@@ -13,6 +13,7 @@ FOLDERS = "benchmarks examples exercises nanogpt_triton offline profilers tiny_l
 WITHOUT_FLAGS = {f"profilers/{name}.py" for name in ("as_main", "host_profile", "torch_profile")}
 NEEDED = """
 benchmarks/diff.py: before after
+benchmarks/training.py: --data text
 examples/hf_weights.py: folder
 exercises/check.py: exercise1
 exercises/scoreboard.py: class
