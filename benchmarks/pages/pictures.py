@@ -7,10 +7,12 @@ import contextlib
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.figure import Figure
 
 from benchmarks.pages.long_table import first_device, long_table
+from benchmarks.pages.training_runs import OURS, newest_run
 from benchmarks.pages.training_steps import PLAIN, complete_sizes, strongest_peer
-from measure.drawing import BLUE, LINE, MUTED, RED, save_png, style
+from measure.drawing import BLUE, LINE, MUTED, RED, save_png, save_svg, style
 from measure.tables import number, percent
 
 
@@ -98,3 +100,27 @@ def draw_learning(folder, path):
     if runs := learning_runs(folder):
         with picture(path, 6) as ((axes,),):
             draw_losses(axes, *runs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A training run
+
+
+def draw_training(folder, path):
+    """Draw the loss over the seconds of the newest training run, ours and PyTorch's."""
+    run = newest_run(folder)
+    if run.empty:
+        return
+    rows = {name: row for name, row in run["result"].iloc[0]["rows"].items() if not row["error"]}
+    with style():
+        figure = Figure(figsize=(720 / 72, 320 / 72), dpi=72, layout="constrained")
+        axes = figure.subplots()
+        for name, row in rows.items():
+            look = dict(color=BLUE) if name == OURS else dict(color=RED, linestyle="--")
+            axes.plot(row["curve"]["seconds"], row["curve"]["loss"], label=name, **look)
+        # The first losses are several times the last, and would leave the rest no room.
+        axes.set(xlim=0, ylim=(0, 3 * rows[OURS]["final_loss"]), xlabel="seconds", ylabel="loss, nats a byte")
+        axes.set_title("How fast does the loss fall?")
+        axes.legend(loc="upper right")
+        words = ", ".join(f"{name}: {row['final_loss']:.2f} at the end" for name, row in rows.items())
+        save_svg(figure, path, "Loss over the seconds of training", words)

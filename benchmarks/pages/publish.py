@@ -30,6 +30,7 @@ from benchmarks.pages import (
     replays,
     scaling_tables,
     traces,
+    training_runs,
     training_steps,
 )
 from measure.command_line import Parser, program, replacing
@@ -52,6 +53,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "scaling": scaling_tables.scaling_section,
     "fp8-speed": training_steps.fp8_speed_section,
     "fp8-layer": kernel_tables.fp8_layer_section,
+    "training": training_runs.training_section,
     "front": training_steps.front_section,
     "published": replays.published_section,
     "claims": replays.claims_section,
@@ -62,9 +64,10 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
 NAMES = "README README_WORKSHOP docs/measured docs/fp8 docs/hopper docs/emulator docs/rocm"
 PAGES = [ROOT / f"{name}.md" for name in NAMES.split()]
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
-    "front_page": pictures.draw_front_page,
-    "learning": pictures.draw_learning,
-    **{name: functools.partial(traces.draw, name=name) for name in traces.PICTURES},
+    "front_page.png": pictures.draw_front_page,
+    "learning.png": pictures.draw_learning,
+    "training.svg": pictures.draw_training,
+    **{f"{name}.png": functools.partial(traces.draw, name=name) for name in traces.PICTURES},
 }
 
 
@@ -114,7 +117,7 @@ def main(argv):
     if not options.pages:
         for name, draw in PICTURES.items():
             with damage_reported(f"--results {options.results}: a result of {name}"):
-                draw(options.results, ROOT / "docs" / f"{name}.png")
+                draw(options.results, ROOT / "docs" / name)
     return 0
 
 

@@ -42,6 +42,20 @@ def test_a_replay_of_one_run_keeps_its_rows(tmp_path):
     assert "| final loss | 6.90 |" in publish.SECTIONS["stages"](tmp_path)
 
 
+def test_a_training_run_without_a_peer_or_transformers_is_shown(tmp_path):
+    whole = json.loads((RESULTS / "training_some-gpu_20300102.json").read_text())
+    ours, peer = whole["rows"].items()
+    path = tmp_path / "training_a.json"
+    path.write_text(json.dumps(whole | {"rows": dict([ours]), "loss_difference": None, "transformers": None}))
+    text = publish.SECTIONS["training"](tmp_path)
+    assert "| loss at step 1,000 |" in text and "sdpa" not in text and "nats apart" not in text
+    assert "transformers has not loaded the saved model." in text and "```" not in text
+    failed = {**peer[1], "error": "ArithmeticError: the run diverged"}  # with what it had measured by then
+    path.write_text(json.dumps(whole | {"rows": dict([ours, (peer[0], failed)])}))
+    text = publish.SECTIONS["training"](tmp_path)
+    assert "| sdpa compile graph | ArithmeticError: the run diverged |  |" in text and "at step 1,000" in text
+
+
 def test_comparisons_in_fp8_are_not_below_a_table_in_bf16():
     pairs = [("triton graph", "sdpa compile graph"), ("triton fp8 graph", "triton graph")]
     found = [dict(zip(("ours", "peer"), pair, strict=True)) for pair in pairs]
@@ -52,7 +66,7 @@ def test_comparisons_in_fp8_are_not_below_a_table_in_bf16():
 def test_without_times_no_picture_is_drawn(tmp_path):
     for path in RESULTS.glob("learning_*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    publish.PICTURES["front_page"](tmp_path, tmp_path / "picture.png")
+    publish.PICTURES["front_page.png"](tmp_path, tmp_path / "picture.png")
     assert not (tmp_path / "picture.png").exists()
 
 
