@@ -162,6 +162,16 @@ def swiglu_matmul(x, weight, gate_up, hidden):
     return Work(moved(x, weight, gate_up, hidden), (4 * x.shape[1] + 5) * hidden.numel())
 
 
+def gelu(x, y):
+    # Phi: t in 4, the exponential in 3, the polynomial's 10, two at the end; its product with x.
+    return Work(moved(x, y), 20 * x.numel())
+
+
+def gelu_backward(y_grad, x, x_grad):
+    # Phi; the density's product with x and its factor, a sum, the product with y_grad.
+    return Work(moved(y_grad, x, x_grad), 23 * x.numel())
+
+
 def cross_entropy(logits, targets, losses):
     """Loss and gradient, which overwrites the logits (rows, vocabulary)."""
     # The maximum; the difference from it, in the base 2, its exponential and their sum: 5. The quotient, minus one at

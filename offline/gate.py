@@ -55,6 +55,8 @@ WORK = {  # kernel: its arguments -> Work
         a.y_grad, a.x, a.weight, a.mean, a.rstd, a.x_grad, residual_grad(a),
         a.branch_grad if a.HAS_BRANCH_GRAD else None, a.partial, bias=a.HAS_BIAS, twice=a.READ_TWICE,
     ),
+    "gelu_kernel": lambda a: work.gelu(a.x, a.y),
+    "gelu_backward_kernel": lambda a: work.gelu_backward(a.y_grad, a.x, a.x_grad),
     # Of the second launch, if it has to round again.
     "fp8_quantize_kernel": lambda a: work.Work(
         work.moved(a.x, a.hidden_grad if a.SOURCE == 2 else None, a.data, a.transposed), 4 * a.data.numel()

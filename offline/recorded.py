@@ -7,6 +7,7 @@ import collections
 import contextlib
 import importlib
 import inspect
+import itertools
 import math
 import pkgutil
 import re
@@ -135,9 +136,10 @@ def gpu_found(gpu, **replaced):
     modules = launcher_modules()
     tiles = [f for module in modules for f in vars(module).values() if hasattr(f, "cache_clear")]
     with contextlib.ExitStack() as stack:
-        for module in modules:
-            there = {name: function for name, function in replaced.items() if hasattr(module, name)}
-            stack.enter_context(mock.patch.multiple(module, get_gpu=lambda type: gpu, **there))
+        replaced["get_gpu"] = lambda type: gpu
+        for module, (name, function) in itertools.product(modules, replaced.items()):
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, function))
         for tile in tiles:
             stack.callback(tile.cache_clear)
             tile.cache_clear()
@@ -210,6 +212,20 @@ def record_layer_norm(config, arch):
     return launches
 
 
+def record_gpt(config, arch):
+    """Record the GELU and the attention of a GPT, whose heads are not rotated."""
+    dtype = torch.bfloat16 if config.use_amp else torch.float32
+    attention, gelu = nanogpt_triton.kernels.attention, nanogpt_triton.kernels.gelu
+    precision = "tf32" if config.matmul_precision == "high" else "ieee"
+    with recording(gpu_of(arch)) as launches, mock.patch.object(llama, "dot_precision", lambda gpu: precision):
+        # Not on meta tensors, for which operators only allocate.
+        x = torch.empty(config.batch_size, config.seq_len, config.hidden_dim, dtype=dtype)
+        qkv, hidden = (torch.empty(*x.shape[:2], n * x.shape[2], dtype=dtype, requires_grad=True) for n in (3, 4))
+        o, _ = attention.attention_operator(qkv, config.num_heads)
+        torch.autograd.backward([o, gelu.gelu_operator(hidden)], [x, torch.empty_like(hidden)])
+    return launches
+
+
 PRECISIONS = {"bf16": dict(use_amp=True), "fp32": {}, "tf32": dict(matmul_precision="high")}
 
 
@@ -245,6 +261,11 @@ PADDED_HEADS = {arch: ("bf16", "fp32") for arch in MAIN if is_amd(arch)} | {"gfx
 WIDE_HEADS = SUPPORTED | {arch: ("bf16",) for arch in CHIPS if not is_amd(arch) and "bf16" in SUPPORTED[arch]}
 FP8 = {arch: ("bf16",) for arch in MAIN if fp8.formats_of(arch)}
 BF16 = {arch: ("bf16",) for arch in MAIN if "bf16" in MAIN[arch]}
+# nanogpt_triton rounds fp32 operands to TF32 where the GPU has it.
+FAST = {
+    arch: tuple(p for p in precisions if p != "fp32" or not llama.tf32_available(gpu_of(arch)))
+    for arch, precisions in MAIN.items()
+}
 CASES = {
     "small": Case(SIZES["small"], reported=("bf16", "fp32"), precisions=SUPPORTED),
     "medium": Case(SIZES["medium"], reported=tuple(PRECISIONS), precisions=SUPPORTED),
@@ -261,6 +282,7 @@ CASES = {
     "short-heads-128": Case(SHORT | dict(num_heads=4), reported=("bf16", "fp32"), precisions=WIDE_HEADS),
     "vocabulary-32000": Case(SHORT | dict(vocab_size=32000), precisions=BF16),
     "layer-norm": Case(LONG, record=record_layer_norm, reported=("bf16",)),
+    "gpt": Case(LONG, record=record_gpt, reported=("bf16",), precisions=FAST),
     "fp8": Case(LONG | dict(fp8=True), record=record_fp8, precisions=FP8),
     # Configurations that are slow on purpose must still compile.
     "split-rows": Case(SHORT, record=record_split_rows, wide_loads=False, precisions=BF16),

@@ -5,34 +5,29 @@ through partial sums and one reduction in a fixed order: no atomics, no locks, t
 """
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from nanogpt_triton.kernels import operators
+from nanogpt_triton.kernels.operators import launch, make_operator, no_second_derivative, say_why, wrap_triton
 from tiny_llama_v3 import (
     COLUMN_SUM_TILE,
-    INTERPRETED,
-    KERNEL_DTYPES,
     as_rows,
     cdiv,
     column_sum_kernel,
     get_gpu,
     jit,
-    launch_by_triton,
     load,
     next_power_of_2,
     norm_tile,
     store,
     tile_ptrs,
     tl,
-    triton,
 )
 
-TRITON_AVAILABLE = triton is not None and (torch.cuda.is_available() or INTERPRETED)
 MAX_COLS = 2**20  # a row is one tile, and Triton's tiles end there
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -161,19 +156,7 @@ def backward_tile(n_rows, n_cols, itemsize, device_type):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operators, which autograd and torch.compile treat as they treat PyTorch's own. torch.compile traces them down to the
-# kernels. Where there is nothing to trace, in Triton's interpreter and without Triton, they are opaque. PyTorch looks
-# for wrap_triton(kernel) in the text of an operator: what it has compiled is out of date if such a kernel changes.
-
-OPAQUE = triton is None or INTERPRETED
-make_operator = torch.library.custom_op if OPAQUE else torch.library.triton_op
-wrap_triton = (lambda kernel: kernel) if OPAQUE else torch.library.wrap_triton
-
-
-def launch(kernel, grid, tensors, scalars, constants, num_warps):
-    """Launch on the tensors' device by Triton's own launcher, which torch.compile can see into."""
-    with torch.cuda.device_of(tensors[0]):
-        launch_by_triton(kernel, grid, tensors, scalars, constants, num_warps=num_warps, num_stages=2)
+# Operators
 
 
 def known_size(n_rows):
@@ -301,15 +284,10 @@ def input_gradients(ctx, residual_grad, y_grad, *_):
     return x_grad, branch_grad, parameter_grads[0], parameter_grads[1] if ctx.has_bias else None, None, None
 
 
-def refuse_second_derivative(ctx, *_):
-    """Raise RuntimeError: a gradient that was made with create_graph=True is to be differentiated."""
-    raise RuntimeError("LayerNorm's kernels have no second derivative: use PyTorch's F.layer_norm")
-
-
 layer_norm_operator.register_fake(forward_outputs)
 layer_norm_operator.register_autograd(input_gradients, setup_context=setup_context)
 layer_norm_backward_operator.register_fake(backward_outputs)
-layer_norm_backward_operator.register_autograd(refuse_second_derivative)
+layer_norm_backward_operator.register_autograd(no_second_derivative("LayerNorm", "F.layer_norm"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -341,8 +319,7 @@ def triton_add_layer_norm(x, branch, weight, bias=None, eps=1e-5):
     """(x + branch, LayerNorm of it) in one pass, as triton_layer_norm() otherwise. branch may be None."""
     reason = obstacle(x, branch, weight, bias)
     if reason:
-        if not torch.compiler.is_compiling():
-            say_once(f"LayerNorm runs on PyTorch instead of Triton: {reason}")
+        say_why("LayerNorm", reason)
         return torch_add_layer_norm(x, branch, weight, bias, eps)
     dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     if torch.is_autocast_enabled(x.device.type):
@@ -353,22 +330,12 @@ def triton_add_layer_norm(x, branch, weight, bias=None, eps=1e-5):
 
 def obstacle(x, branch, weight, bias):
     """Return in words why the kernels cannot take these tensors, or None if they can."""
-    if triton is None:
-        return "Triton is not installed"
-    if x.device.type != "cuda" and not INTERPRETED:
-        return f"the tensors are on {x.device}"
-    if any(t is not None and t.dtype not in KERNEL_DTYPES for t in (x, branch, weight, bias)):
-        return "the kernels compute in fp32, from fp32, bf16 or fp16"
-    if forward_ad._current_level >= 0:  # of an operator without them, forward derivatives would be silently zero
-        return "the kernels have no derivatives in forward mode"
+    reason = operators.obstacle(x, branch, weight, bias)
+    if reason:
+        return reason
     if x.numel() == 0 or x.shape[-1] > MAX_COLS:
         return "rows are empty, or longer than the kernels take"
     expected = (branch, x.shape), (weight, x.shape[-1:]), (bias, x.shape[-1:])
     if any(t is not None and (t.shape != shape or t.device != x.device) for t, shape in expected):
         return "shapes or devices differ"  # PyTorch extends some shapes, and refuses the rest
     return None
-
-
-@functools.cache
-def say_once(message):
-    warnings.warn(message, stacklevel=3)

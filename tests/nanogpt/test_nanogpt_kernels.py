@@ -1,4 +1,4 @@
-"""nanogpt_triton's LayerNorm against float64, by the rule of test_kernels.py, and under torch.compile."""
+"""nanogpt_triton's kernels against float64, by the rule of test_kernels.py, and under torch.compile."""
 
 import itertools
 
@@ -8,7 +8,18 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny_llama_v3 as llama
-from nanogpt_triton.kernels import TritonLayerNorm, torch_add_layer_norm, triton_add_layer_norm, triton_layer_norm
+from nanogpt_triton.kernels import (
+    TritonLayerNorm,
+    attention,
+    gelu,
+    operators,
+    torch_add_layer_norm,
+    torch_attention,
+    triton_add_layer_norm,
+    triton_attention,
+    triton_gelu,
+    triton_layer_norm,
+)
 from nanogpt_triton.kernels import layer_norm as module
 from tests.core import test_kernels
 
@@ -152,7 +163,7 @@ def test_the_function_takes_the_arguments_of_layer_norm(randn):
 ])  # fmt: skip
 def test_falls_back_and_says_so_once(device, shape, branch, dtype):
     """Too little, too wide, in another type, or what PyTorch has to broadcast."""
-    module.say_once.cache_clear()
+    operators.say_once.cache_clear()
     x, branch = (s and torch.ones(s, dtype=dtype, device=device).cumsum(-1) for s in (shape, branch))
     inputs = x, branch, x.new_ones(shape[-1])
     with pytest.warns(UserWarning, match="PyTorch instead of Triton") as warnings:
@@ -169,5 +180,102 @@ def test_shapes_that_do_not_fit(device, shapes):
 
 
 def test_tensors_on_a_cpu_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(operators, "INTERPRETED", False)
     assert module.obstacle(*[torch.ones(4)] * 4) == "the tensors are on cpu"
+
+
+# --- GELU
+
+
+@pytest.mark.parametrize("dtype", test_kernels.ALL_DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 3, 1024), (5, 411)])
+def test_gelu(randn, shape, dtype):
+    test_kernels.assert_as_accurate_as_torch(triton_gelu, F.gelu, [3 * randn(*shape)], [randn(*shape)], dtype)
+
+
+def test_gelu_far_from_zero(device):
+    """Where 1 + erf(x) has lost all digits, or a square overflows; each element is compared by itself."""
+    x = torch.tensor([-1e30, -9.0, -6.0, -4.0, -1e-3, 0.0, 1e-30, 1e-3, 4.0, 9.0, 1e30], device=device)
+    y, x_grad = test_kernels.run(triton_gelu, [x], [torch.ones_like(x)], torch.float32)
+    x = x.double()
+    integral = torch.special.erfc(-x / 2**0.5) / 2
+    density = torch.exp(-(x**2) / 2) / (2 * torch.pi) ** 0.5
+    torch.testing.assert_close(y, x * integral, rtol=2e-2, atol=1e-14)
+    torch.testing.assert_close(x_grad, integral + x * density, rtol=2e-2, atol=1e-7)
+    near = x.abs() <= 4
+    torch.testing.assert_close(y[near], (x * integral)[near], rtol=5e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gelu_of_any_layout(randn, place):
+    inputs, upstream = [randn(4, 6, 40)], [randn(4, 6, 40)]
+    test_kernels.assert_as_accurate_as_torch(triton_gelu, F.gelu, inputs, upstream, torch.float32, place)
+
+
+# --- attention
+
+
+@pytest.mark.parametrize("dtype", test_kernels.ALL_DTYPES if ON_GPU else [torch.float32])  # no other in the interpreter
+@pytest.mark.parametrize("batch, seq_len, n_head, head_dim", [(2, 16, 2, 16), (1, 33, 3, 10), (2, 70, 1, 64)])
+def test_attention(randn, batch, seq_len, n_head, head_dim, dtype):
+    """Every gradient of the packed projection has its place."""
+    width = n_head * head_dim
+    inputs, upstream = [randn(batch, seq_len, 3 * width)], [randn(batch, seq_len, width)]
+    functions = (lambda qkv, f=f: f(qkv, n_head) for f in (triton_attention, torch_attention))
+    test_kernels.assert_as_accurate_as_torch(*functions, inputs, upstream, dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_attention_of_any_layout(randn, place):
+    inputs, upstream = [randn(2, 9, 3 * 24)], [randn(2, 9, 24)]
+    functions = (lambda qkv, f=f: f(qkv, 2) for f in (triton_attention, torch_attention))
+    test_kernels.assert_as_accurate_as_torch(*functions, inputs, upstream, torch.float32, place)
+
+
+@pytest.mark.parametrize("head_dim, dtype, reason", [
+    (9, torch.float32, "9 dimensions"), (136, torch.float32, "136 dimensions"), (8, torch.float64, "fp32"),
+])  # fmt: skip
+def test_attention_of_other_heads_is_pytorchs(randn, head_dim, dtype, reason):
+    operators.say_once.cache_clear()
+    qkv = randn(1, 5, 3 * 2 * head_dim).to(dtype)
+    with pytest.warns(UserWarning, match=f"attention runs on PyTorch instead of Triton.*{reason}"):
+        outputs = triton_attention(qkv, 2)
+    torch.testing.assert_close(outputs, torch_attention(qkv, 2), rtol=0, atol=0)
+
+
+def test_shapes_of_attention_that_the_kernels_do_not_count():
+    assert "not those of 3 x 2 heads" in attention.shape_obstacle(1, 5, 16, 2)
+    assert "empty" in attention.shape_obstacle(1, 0, 48, 2)
+    assert "longer" in attention.shape_obstacle(1, 2**20, 2304, 12)
+    assert attention.shape_obstacle(12, 1024, 2304, 12) is None
+
+
+# --- both under torch.compile
+
+
+def elementwise_and_attention(x):
+    return triton_attention(triton_gelu(torch.sin(x)), 2).cos()
+
+
+def test_gelu_and_attention_compiled_without_a_graph_break(randn):
+    torch._dynamo.reset()
+    compiled = torch.compile(elementwise_and_attention, fullgraph=True, backend=BACKEND)
+    inputs, upstream = [randn(2, 8, 48)], [randn(2, 8, 16)]
+    results = [test_kernels.run(f, inputs, upstream, torch.float32) for f in (elementwise_and_attention, compiled)]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("operator, inputs", [
+    (gelu.gelu_operator, ((3, 40),)), (attention.attention_operator, ((2, 8, 48), 2)),
+])  # fmt: skip
+def test_other_operators_are_registered_as_pytorch_expects(randn, operator, inputs):
+    shape, *others = inputs
+    torch.library.opcheck(operator, (randn(*shape).requires_grad_(), *others))
+
+
+@pytest.mark.parametrize("function", [triton_gelu, elementwise_and_attention])
+def test_other_second_derivatives_are_refused(randn, function):
+    x = randn(1, 4, 12).requires_grad_()
+    (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
