@@ -1,4 +1,4 @@
-"""GPT-2's architecture with LayerNorm on Triton kernels. Weights have the names of nanoGPT's checkpoints.
+"""GPT-2's architecture on Triton kernels. Weights have the names of nanoGPT's checkpoints.
 
 Shapes: B sequences of T tokens, C = n_embd, V = vocab_size. Scripts in this folder may import it as `model`.
 """
@@ -8,8 +8,10 @@ import math
 import os
 import sys
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -21,7 +23,15 @@ if __name__ == "model":  # imported by a script in this folder
 import tiny_llama_v3 as llama  # noqa: E402
 from measure.command_line import UsageError  # noqa: E402
 from nanogpt_triton.dataset import library, reading  # noqa: E402
-from nanogpt_triton.kernels import TRITON_AVAILABLE, torch_add_layer_norm, triton_add_layer_norm  # noqa: E402
+from nanogpt_triton.kernels import (  # noqa: E402
+    TRITON_AVAILABLE,
+    torch_add_layer_norm,
+    torch_attention,
+    triton_add_layer_norm,
+    triton_attention,
+    triton_gelu,
+)
+from nanogpt_triton.kernels.attention import shape_obstacle  # noqa: E402
 
 A100_FLOPS = 312e12  # a second, in bf16: the unit of nanoGPT's MFU
 GPT2_SIZES = {
@@ -43,6 +53,14 @@ class GPTConfig:
     bias: bool = True  # in Linear and LayerNorm, as in GPT-2
 
 
+class Operations(NamedTuple):
+    """Who computes what the modules leave open: the functions of nanogpt_triton.kernels, or PyTorch's."""
+
+    add_layer_norm: Callable
+    attention: Callable
+    gelu: Callable
+
+
 class LayerNorm(nn.Module):
     """LayerNorm after the addition to the residual stream. Without an addend, the stream is as it was."""
 
@@ -58,39 +76,43 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, attention):
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head, self.dropout, self.attention = config.n_head, config.dropout, attention
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        B, T, C = x.shape
-        # One product for queries, keys and values; heads are views of it, (B, n_head, T, C / n_head).
-        q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+        # One product for queries, keys and values.
+        qkv = self.c_attn(x)
+        # Our kernels are compiled for each T, which changes while text is generated, and drop nothing.
+        if self.training and not self.dropout:
+            o = self.attention(qkv, self.n_head)
+        else:
+            o = torch_attention(qkv, self.n_head, self.dropout if self.training else 0.0)
+        return self.resid_dropout(self.c_proj(o))
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, gelu):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.gelu = gelu
 
     def forward(self, x):
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
 class Block(nn.Module):
-    def __init__(self, config, add_layer_norm):
+    def __init__(self, config, operations):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
-        self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, config.bias, add_layer_norm)
-        self.mlp = MLP(config)
+        self.ln_1 = LayerNorm(config.n_embd, config.bias, operations.add_layer_norm)
+        self.attn = CausalSelfAttention(config, operations.attention)
+        self.ln_2 = LayerNorm(config.n_embd, config.bias, operations.add_layer_norm)
+        self.mlp = MLP(config, operations.gelu)
 
     def forward(self, x, branch):
         """x and what the block before adds to it -> the same of this block: the next norm does the addition."""
@@ -100,36 +122,35 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Made on the device given. layer_norm: "triton", "torch", or "auto" for the first where it can run.
+    """Made on the device given. layer_norm, attention, gelu: "triton", "torch", or "auto", Triton's where it can run.
 
-    Without a device, "auto" expects that the model is moved to a GPU later if there is one.
+    Without a device, "auto" expects that the model is moved to a GPU later if there is one. With fused_loss, a kernel
+    computes the loss and overwrites the logits with their gradient.
     """
 
-    def __init__(self, config, layer_norm="auto", device=None):
+    def __init__(self, config, layer_norm="auto", device=None, attention="auto", gelu="auto", fused_loss=False):
         super().__init__()
         if config.n_embd % config.n_head:
             raise UsageError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}: change one of them")
-        on_gpu = torch.device(device or "cuda").type == "cuda"
-        if layer_norm == "triton" and not (TRITON_AVAILABLE and (on_gpu or llama.INTERPRETED)):
-            raise UsageError(f"layer_norm=triton: Triton cannot run here (device={device}): use layer_norm=auto")
-        is_ours = layer_norm == "triton" or layer_norm == "auto" and TRITON_AVAILABLE and on_gpu
-        add_layer_norm = triton_add_layer_norm if is_ours else torch_add_layer_norm
-        self.config = config
+        choices = dict(layer_norm=layer_norm, attention=attention, gelu=gelu)
+        operations = select_operations(config, choices, device)
+        if fused_loss and (why := obstacle_to_triton(device)):
+            raise UsageError(f"fused_loss: {why}")
+        self.config, self.fused_loss = config, fused_loss
         with torch.device(device or torch.get_default_device()):
             self.transformer = nn.ModuleDict(
                 dict(
                     wte=nn.Embedding(config.vocab_size, config.n_embd),
                     wpe=nn.Embedding(config.block_size, config.n_embd),
                     drop=nn.Dropout(config.dropout),
-                    h=nn.ModuleList(Block(config, add_layer_norm) for _ in range(config.n_layer)),
-                    ln_f=LayerNorm(config.n_embd, config.bias, add_layer_norm),
+                    h=nn.ModuleList(Block(config, operations) for _ in range(config.n_layer)),
+                    ln_f=LayerNorm(config.n_embd, config.bias, operations.add_layer_norm),
                 )
             )
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         # Token embedding and output layer are one matrix, as in GPT-2.
         self.transformer.wte.weight = self.lm_head.weight
         self.init_weights()
-        print("using Triton-accelerated LayerNorm" if is_ours else "using PyTorch's LayerNorm")
         print(f"number of parameters: {self.get_num_params() / 1e6:.2f}M")
 
     @torch.no_grad()
@@ -153,10 +174,18 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - positions
 
     def forward(self, idx, targets=None):
-        """Tokens idx and targets (B, T) -> logits (B, T, V) and the mean loss; without targets (B, 1, V) and None."""
+        """Tokens idx and targets (B, T) -> logits (B, T, V) and the mean loss; without targets (B, 1, V) and None.
+
+        With fused_loss there are no logits beside a loss: None.
+        """
         parts, T = self.transformer, idx.shape[1]
         assert T <= self.config.block_size, f"{T} tokens are more than block_size={self.config.block_size}"
-        x, branch = parts.drop(parts.wte(idx) + parts.wpe.weight[:T]), None
+        weight = self.lm_head.weight
+        # Of a weight that FlatAdamW owns, the kernels' functions write the gradient where it is read. torch.compile
+        # calls them as they are.
+        is_owned = isinstance(weight, llama.OwnedParameter)
+        embedded = llama.triton_embedding(idx, weight) if is_owned else parts.wte(idx)
+        x, branch = parts.drop(embedded + parts.wpe.weight[:T]), None
         for block in parts.h:
             x, branch = block(x, branch)
         # The last norm adds what the last block has left to add.
@@ -164,10 +193,15 @@ class GPT(nn.Module):
         # To generate, the last position is enough, and the logits are the largest tensor of all.
         if targets is None:
             return self.lm_head(normalized[:, -1:]), None
-        # torch.compile pads by itself.
-        is_eager = normalized.is_cuda and not torch.compiler.is_compiling()
-        logits = padded_logits(normalized, self.lm_head.weight) if is_eager else self.lm_head(normalized)
+        if is_owned and self.fused_loss:
+            logits = llama.triton_linear(normalized, weight)  # of the weight with its padding
+        elif normalized.is_cuda and not torch.compiler.is_compiling():  # torch.compile pads by itself
+            logits = padded_logits(normalized, weight)
+        else:
+            logits = self.lm_head(normalized)
         # A target of -1 has no loss.
+        if self.fused_loss:
+            return None, llama.triton_cross_entropy(logits[..., : len(weight)], targets, ignore_index=-1)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits[..., : self.config.vocab_size], loss
 
@@ -178,11 +212,14 @@ class GPT(nn.Module):
         positions.weight = nn.Parameter(positions.weight[:block_size].detach().clone())
 
     @classmethod
-    def from_pretrained(cls, model_type, override_args=None, layer_norm="auto", device=None):
-        """Return OpenAI's weights of a name in GPT2_SIZES, by transformers. override_args may hold dropout."""
+    def from_pretrained(cls, model_type, override_args=None, layer_norm="auto", device=None, **choices):
+        """Return OpenAI's weights of a name in GPT2_SIZES, by transformers. override_args may hold dropout.
+
+        layer_norm, device and choices are those of GPT().
+        """
         load = library("transformers", f"init_from={model_type}").GPT2LMHeadModel.from_pretrained
         config = GPTConfig(vocab_size=50257, **GPT2_SIZES[model_type], **(override_args or {}))
-        model = cls(config, layer_norm, device)
+        model = cls(config, layer_norm, device, **choices)
         with reading(f"init_from={model_type}", "run this once with a network, or set HF_HOME to a whole copy"):
             try:
                 theirs = load(model_type, local_files_only=True)
@@ -225,6 +262,40 @@ class GPT(nn.Module):
                 logits[logits < kept[:, -1:]] = -math.inf
             idx = torch.cat([idx, torch.multinomial(logits.softmax(dim=-1), 1)], dim=1)
         return idx
+
+
+def obstacle_to_triton(device):
+    """Return a line that says why Triton's kernels cannot run on a device, None if they can."""
+    if TRITON_AVAILABLE and (llama.INTERPRETED or torch.device(device or "cuda").type == "cuda"):
+        return None
+    return f"Triton cannot run here (device={device})"
+
+
+def select_operations(config, choices, device):
+    """Return the Operations that choices, {name: "triton", "torch" or "auto"}, ask for, and print who computes what.
+
+    UsageError for one that cannot be met.
+    """
+    names = dict(layer_norm="LayerNorm", attention="attention", gelu="GELU")
+    ours, anywhere = {}, obstacle_to_triton(device)
+    reasons = dict.fromkeys(choices, anywhere)
+    if not anywhere and config.dropout:
+        reasons["attention"] = f"the kernels drop nothing, and dropout is {config.dropout}"
+    elif not anywhere:
+        reasons["attention"] = shape_obstacle(1, config.block_size, 3 * config.n_embd, config.n_head)
+    on_gpu = torch.device(device or "cuda").type == "cuda"  # the interpreter is used only where it is asked for
+    for name, choice in choices.items():
+        if choice == "triton" and reasons[name]:
+            raise UsageError(f"{name}=triton: {reasons[name]}: use {name}=auto")
+        ours[name] = choice == "triton" or choice == "auto" and on_gpu and not reasons[name]
+    for who, is_ours in ("Triton-accelerated", True), ("PyTorch's", False):
+        if is_ours in ours.values():
+            print(f"using {who} {', '.join(names[name] for name in names if ours[name] == is_ours)}")
+    return Operations(
+        triton_add_layer_norm if ours["layer_norm"] else torch_add_layer_norm,
+        triton_attention if ours["attention"] else torch_attention,
+        triton_gelu if ours["gelu"] else F.gelu,
+    )
 
 
 def padded_logits(x, weight):
