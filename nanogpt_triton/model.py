@@ -181,9 +181,9 @@ class GPT(nn.Module):
         parts, T = self.transformer, idx.shape[1]
         assert T <= self.config.block_size, f"{T} tokens are more than block_size={self.config.block_size}"
         weight = self.lm_head.weight
-        # Of a weight that FlatAdamW owns, the kernels' functions write the gradient where it is read. torch.compile
-        # calls them as they are.
-        is_owned = isinstance(weight, llama.OwnedParameter)
+        # Of a weight that FlatAdamW owns, the kernels' functions write the gradient where it is read, in their type.
+        # torch.compile calls them as they are.
+        is_owned = isinstance(weight, llama.OwnedParameter) and weight.main_grad.dtype == weight.dtype
         embedded = llama.triton_embedding(idx, weight) if is_owned else parts.wte(idx)
         x, branch = parts.drop(embedded + parts.wpe.weight[:T]), None
         for block in parts.h:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a GPT, as nanoGPT does, with LayerNorm on Triton kernels.
+"""Train a GPT, as nanoGPT does, on Triton kernels.
 
     python data/pysource/prepare.py                              data that needs no network
     python train.py config/train_pysource.py                     on a GPU, or on a CPU
@@ -29,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 if __name__ == "__main__":  # not this folder, whose kernels would hide the library that transformers looks for
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from measure.command_line import UsageError, program  # noqa: E402  (the repository must be on the path)
-from nanogpt_triton import checkpoint  # noqa: E402
+import tiny_llama_v3 as llama  # noqa: E402  (the repository must be on the path)
+from measure.command_line import UsageError, program  # noqa: E402
+from nanogpt_triton import checkpoint, flat_adamw  # noqa: E402
 from nanogpt_triton.configurator import Count, Share, configure  # noqa: E402
 from nanogpt_triton.dataset import DATA, SPLITS, Batches, library, read_texts, reading  # noqa: E402
 from nanogpt_triton.model import GPT, GPT2_SIZES, GPTConfig  # noqa: E402
@@ -69,7 +70,11 @@ class Settings:
     dropout: Share = 0.0  # of the activations
     bias: bool = False  # in linear layers and norms
     layer_norm: Literal["auto", "triton", "torch"] = "auto"  # triton, torch; auto: Triton's if it runs
+    attention: Literal["auto", "triton", "torch"] = "auto"  # as layer_norm; with dropout PyTorch's
+    gelu: Literal["auto", "triton", "torch"] = "auto"  # as layer_norm
+    fused_loss: Literal["auto", "on", "off"] = "auto"  # by a kernel that overwrites the logits; not in float16
     # optimizer: AdamW
+    flat_adamw: Literal["auto", "on", "off"] = "auto"  # in one launch; of one process, and not in float16
     learning_rate: float = 6e-4  # at its highest
     max_iters: int = 600000  # the last iteration, counted from 0
     weight_decay: float = 1e-1  # of matrices and embeddings
@@ -167,6 +172,22 @@ def preferred_attention(device, deterministic):
 # One iteration
 
 
+def flat_step(model, optimizer, batches):
+    """Run forward and backward of the batches (inputs, targets) of a GPTAdamW's step, and the update.
+
+    Return their mean loss.
+    """
+    total = 0.0
+    for inputs, targets in batches:
+        _, loss = model(inputs, targets)
+        loss.backward()
+        optimizer.collect_gradients(optimizer.parameters)
+        total = total + loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total / optimizer.accumulate
+
+
 def optimizer_step(model, optimizer, scaler, batches, count, autocast, grad_clip):
     """Run forward and backward of `count` batches (inputs, targets), and the update. Return their mean loss.
 
@@ -196,11 +217,18 @@ def learning_rate(settings, iteration):
     """Return the learning rate of an iteration: linear warm-up, then half a cosine down to min_lr."""
     if not settings.decay_lr:
         return settings.learning_rate
-    if iteration < settings.warmup_iters:
-        return settings.learning_rate * (iteration + 1) / (settings.warmup_iters + 1)
-    progress = (iteration - settings.warmup_iters) / max(1, settings.lr_decay_iters - settings.warmup_iters)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return settings.min_lr + cosine * (settings.learning_rate - settings.min_lr)
+    limits = settings.learning_rate, settings.min_lr, settings.warmup_iters, settings.lr_decay_iters
+    return llama.cosine_rate(iteration, *limits)
+
+
+def is_on(name, choice, reason, device):
+    """Return whether a setting "on", "off" or "auto", on a GPU, is on; UsageError if it was asked for in vain.
+
+    reason: in words why it cannot be, or None.
+    """
+    if choice == "on" and reason:
+        raise UsageError(f"{name}=on: {reason}: use {name}=auto")
+    return choice == "on" or choice == "auto" and device.type == "cuda" and not reason
 
 
 class Trainer:
@@ -212,6 +240,7 @@ class Trainer:
         if rest:
             steps = f"gradient_accumulation_steps={settings.gradient_accumulation_steps}"
             raise UsageError(f"{steps} is not divisible by {world.size} processes: give a multiple")
+        self.dtype = select_dtype(settings.dtype, device)
         self.iteration, self.best_val_loss = 0, math.inf
         self.loss = 0.0  # of the last iteration, still on the device
 
@@ -234,14 +263,9 @@ class Trainer:
         self.train_batches = batches("train", settings.seed)
         self.eval_batches = {split: batches(split, settings.seed + 1) for split in SPLITS}
 
-        betas = settings.beta1, settings.beta2
-        self.optimizer = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
-        dtype = select_dtype(settings.dtype, device)
-        self.autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         if state:
             with reading(path, "give another out_dir"):
-                self.restore(state)
+                self.raw_model.load_state_dict(state["model"])
         self.model = self.raw_model
         if world.size > 1:
             ids = [device.index] if device.type == "cuda" else None
@@ -251,10 +275,24 @@ class Trainer:
         # pass. Large buckets leave large graphs.
         if settings.compile:
             self.model = torch.compile(self.model)
+        # After the wrappers: FlatAdamW lets nobody change the model.
+        self.optimizer = self.make_optimizer()
+        # FlatAdamW has the weights in the type of the products.
+        needs_autocast = self.dtype != torch.float32 and not self.is_flat
+        self.autocast = functools.partial(torch.autocast, device.type, self.dtype, enabled=needs_autocast)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        if state:
+            with reading(path, "give another out_dir"):
+                self.restore(state)
 
     def make_model(self, state):
         """Return the model: a checkpoint's, one of OpenAI's, or a new one."""
-        settings, where = self.settings, dict(layer_norm=self.settings.layer_norm, device=self.device)
+        settings, where = self.settings, dict(device=self.device)
+        where |= {name: getattr(settings, name) for name in ("layer_norm", "attention", "gelu")}
+        reason = llama.triton_obstacle(self.device)
+        if self.dtype == torch.float16:
+            reason = reason or "gradients of the logits are too small for float16"
+        where["fused_loss"] = is_on("fused_loss", settings.fused_loss, reason, self.device)
         if state:
             return GPT(dataclasses.replace(state["model_args"], dropout=settings.dropout), **where)
         if settings.init_from in GPT2_SIZES:
@@ -269,11 +307,22 @@ class Trainer:
             require_host_memory(config, settings.batch_size)
         return GPT(config, **where)
 
+    def make_optimizer(self):
+        """Return the optimizer: FlatAdamW, which takes over the model, or PyTorch's AdamW, with the same groups."""
+        settings, betas = self.settings, (self.settings.beta1, self.settings.beta2)
+        adamw = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
+        reason = flat_adamw.obstacle(self.device, self.dtype, self.world.size, self.count)
+        self.is_flat = is_on("flat_adamw", settings.flat_adamw, reason, self.device)
+        if not self.is_flat:
+            print(f"using PyTorch's AdamW{f': {reason}' if settings.flat_adamw == 'auto' and reason else ''}")
+            return adamw
+        print("using FlatAdamW")
+        low_precision = self.dtype == torch.bfloat16
+        return flat_adamw.GPTAdamW(self.raw_model, adamw, low_precision, settings.grad_clip or None, self.count)
+
     def restore(self, state):
         """Continue where a checkpoint was saved, with the hyperparameters of these settings."""
-        self.raw_model.load_state_dict(state["model"])
-        own_groups = self.optimizer.state_dict()["param_groups"]
-        for group, own in zip(state["optimizer"]["param_groups"], own_groups, strict=True):
+        for group, own in zip(state["optimizer"]["param_groups"], self.optimizer.param_groups, strict=True):
             group.update(own, params=group["params"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.iteration, self.best_val_loss = state["iter_num"], float(state["best_val_loss"])
@@ -284,7 +333,7 @@ class Trainer:
             return
         folder = Path(self.settings.out_dir)
         state = {
-            "model": self.raw_model.state_dict(),
+            "model": (self.optimizer.model_state if self.is_flat else GPT.state_dict)(self.raw_model),
             "optimizer": self.optimizer.state_dict(),
             "model_args": dataclasses.asdict(self.raw_model.config),
             "meta": {"characters": self.texts},
@@ -317,8 +366,11 @@ class Trainer:
         first = self.iteration * settings.gradient_accumulation_steps
         numbers = range(first + world.rank, first + settings.gradient_accumulation_steps, world.size)
         batches = (self.fetch(self.train_batches, number) for number in numbers)
-        trained = self.model, self.optimizer, self.scaler
-        self.loss = optimizer_step(*trained, batches, self.count, self.autocast, settings.grad_clip)
+        if self.is_flat:
+            self.loss = flat_step(self.model, self.optimizer, batches)
+        else:
+            trained = self.model, self.optimizer, self.scaler
+            self.loss = optimizer_step(*trained, batches, self.count, self.autocast, settings.grad_clip)
         self.iteration += 1
 
     @torch.no_grad()

@@ -231,7 +231,9 @@ def record_gpt_attention(config, arch):
 def record_gelu(config, arch):
     """Record the GELU of a GPT."""
     with recording(gpu_of(arch)) as launches:
-        hidden = torch.empty(config.tokens_per_micro_batch, 4 * config.hidden_dim, dtype=dtype_of(config), requires_grad=True)
+        hidden = torch.empty(
+            config.tokens_per_micro_batch, 4 * config.hidden_dim, dtype=dtype_of(config), requires_grad=True
+        )
         y = nanogpt_triton.kernels.gelu.gelu_operator(hidden)
         y.backward(torch.empty_like(y))
     return launches
