@@ -7,6 +7,8 @@ import torch
 import tiny_llama_v3 as llama
 from tiny_llama_v3 import MOMENTS
 
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # which lets a weight have a gradient of another type
+
 
 class GPTAdamW(llama.FlatAdamW):
     """FlatAdamW that takes over a model, with the groups of the AdamW that its configure_optimizers() has made.
@@ -111,6 +113,6 @@ def obstacle(device, dtype, processes, micro_batches):
         return "gradients in float16 have to be scaled"
     if processes > 1:
         return "DistributedDataParallel exchanges the gradients of several processes"
-    if dtype == torch.bfloat16 and micro_batches > 1 and not hasattr(torch.Tensor, "grad_dtype"):
+    if dtype == torch.bfloat16 and micro_batches > 1 and not HAS_GRAD_DTYPE:
         return f"PyTorch {torch.__version__} adds up no gradients of weights in bfloat16 in float32"
     return None

@@ -241,6 +241,10 @@ class Trainer:
             steps = f"gradient_accumulation_steps={settings.gradient_accumulation_steps}"
             raise UsageError(f"{steps} is not divisible by {world.size} processes: give a multiple")
         self.dtype = select_dtype(settings.dtype, device)
+        reason = flat_adamw.obstacle(device, self.dtype, world.size, self.count)
+        self.is_flat = is_on("flat_adamw", settings.flat_adamw, reason, device)
+        why_not = f": {reason}" if settings.flat_adamw == "auto" and reason else ""
+        print("using FlatAdamW" if self.is_flat else f"using PyTorch's AdamW{why_not}")
         self.iteration, self.best_val_loss = 0, math.inf
         self.loss = 0.0  # of the last iteration, still on the device
 
@@ -311,12 +315,8 @@ class Trainer:
         """Return the optimizer: FlatAdamW, which takes over the model, or PyTorch's AdamW, with the same groups."""
         settings, betas = self.settings, (self.settings.beta1, self.settings.beta2)
         adamw = self.raw_model.configure_optimizers(settings.weight_decay, settings.learning_rate, betas)
-        reason = flat_adamw.obstacle(self.device, self.dtype, self.world.size, self.count)
-        self.is_flat = is_on("flat_adamw", settings.flat_adamw, reason, self.device)
         if not self.is_flat:
-            print(f"using PyTorch's AdamW{f': {reason}' if settings.flat_adamw == 'auto' and reason else ''}")
             return adamw
-        print("using FlatAdamW")
         low_precision = self.dtype == torch.bfloat16
         return flat_adamw.GPTAdamW(self.raw_model, adamw, low_precision, settings.grad_clip or None, self.count)
 

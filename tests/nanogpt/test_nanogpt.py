@@ -1,8 +1,10 @@
 """nanogpt_triton's model and trainer: learning, resuming bit by bit, several processes, and how runs end."""
 
 import contextlib
+import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
 from measure.command_line import UsageError
-from nanogpt_triton import checkpoint, sample, train
+from nanogpt_triton import checkpoint, flat_adamw, sample, train
 from nanogpt_triton import model as gpt
 from nanogpt_triton.configurator import configure
 from nanogpt_triton.dataset import Batches, Vocabulary, write_dataset
@@ -142,9 +144,9 @@ def figures(text):
 # --- model
 
 
-def make_model(layer_norm="torch", device="cpu"):
+def make_model(layer_norm="torch", device="cpu", **choices):
     torch.manual_seed(0)
-    return GPT(CONFIG, layer_norm, device)
+    return GPT(CONFIG, layer_norm, device, **choices)
 
 
 def test_logits_and_loss_are_those_of_gpt2(monkeypatch):
@@ -196,15 +198,58 @@ def test_dropout_acts_in_training_only(place):
     assert torch.equal(model(TOKENS)[0], model(TOKENS)[0])
 
 
-@pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
-def test_layer_norm_changes_neither_loss_nor_gradients(capsys, device):
-    results = []
-    for layer_norm in ("torch", "triton"):
-        model = make_model(layer_norm, device)
-        loss = model(*[TOKENS.to(device)] * 2)[1]
+ALL_OURS = dict(layer_norm="triton", attention="triton", gelu="triton", fused_loss=True)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("choices, printed", [
+    (dict(layer_norm="triton"), "using Triton-accelerated LayerNorm\nusing PyTorch's attention, GELU\n"),
+    (dict(attention="triton"), "using Triton-accelerated attention\nusing PyTorch's LayerNorm, GELU\n"),
+    (dict(gelu="triton"), "using Triton-accelerated GELU\nusing PyTorch's LayerNorm, attention\n"),
+    (dict(fused_loss=True), "using PyTorch's LayerNorm, attention, GELU\n"),
+    (ALL_OURS, "using Triton-accelerated LayerNorm, attention, GELU\n"),
+])  # fmt: skip
+def test_choices_change_neither_loss_nor_gradients(capsys, device, choices, printed):
+    """Targets of -1 have no loss. The fused one has overwritten the logits."""
+    results, targets = [], TOKENS.clone()
+    targets[1, 3:] = -1
+    for given in (dict.fromkeys(("layer_norm", "attention", "gelu"), "torch"), choices):
+        model = make_model(**dict.fromkeys(("layer_norm", "attention", "gelu"), "torch") | given, device=device)
+        logits, loss = model(TOKENS.to(device), targets.to(device))
+        assert (logits is None) == model.fused_loss
         results.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
-    assert "using Triton-accelerated LayerNorm" in capsys.readouterr().out
+    assert printed in capsys.readouterr().out
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.triton
+def test_attention_is_ours_in_training_alone(monkeypatch, device):
+    """Kernels are compiled for each length, which grows while text is generated. They drop nothing."""
+    calls = []
+    monkeypatch.setattr(gpt, "triton_attention", lambda *given: calls.append(1) or gpt.torch_attention(*given))
+    model = make_model(attention="triton", device=device)
+    model(TOKENS.to(device))
+    assert len(calls) == 2
+    model.eval()(TOKENS.to(device))
+    model.train()
+    for block in model.transformer.h:
+        block.attn.dropout = 0.5
+    model(TOKENS.to(device))
+    assert len(calls) == 2
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("choices, config, words", [
+    (dict(attention="triton"), dict(dropout=0.1), "attention=triton: the kernels drop nothing, and dropout is 0.1"),
+    (dict(attention="triton"), dict(n_embd=34), "attention=triton: heads have 17 dimensions"),
+    (dict(attention="triton"), dict(n_embd=260), "even numbers up to 128: use attention=auto"),
+    (dict(gelu="triton", device="meta"), {}, "gelu=triton: Triton cannot run here (device=meta): use gelu=auto"),
+    (dict(fused_loss=True, device="meta"), {}, "fused_loss: Triton cannot run here (device=meta)"),
+])  # fmt: skip
+def test_choices_that_cannot_be_met(monkeypatch, choices, config, words):
+    monkeypatch.setattr(gpt.llama, "INTERPRETED", "device" not in choices)
+    with pytest.raises(UsageError, match=re.escape(words)):
+        GPT(dataclasses.replace(CONFIG, **config), **choices)
 
 
 @pytest.mark.parametrize("device, available, ours", [(None, True, 1), ("meta", True, 0), (None, False, 0)])
@@ -278,6 +323,60 @@ def test_gradients_are_clipped_at_their_norm(scaled):
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     train.optimizer_step(model, optimizer, scaler, [(TOKENS, TOKENS)], 1, contextlib.nullcontext, 0.01)
     assert norms == [pytest.approx(0.01, rel=1e-3)]
+
+
+def train_steps(steps, is_flat, dtype=torch.float32, count=1, compiled=False, clip=0.1, **choices):
+    """Return the losses of some steps of a new model, and its weights in fp32 and the optimizer's state after them."""
+    model, device = make_model(**choices), torch.device("cpu")
+    called = torch.compile(model, backend="aot_eager", disable=not compiled)  # inductor makes C++ of no interpreter
+    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
+    batches = [(TOKENS.roll(number, 0), TOKENS.roll(-1 - number, 1)) for number in range(count)]
+    if is_flat:
+        optimizer = flat_adamw.GPTAdamW(model, optimizer, dtype == torch.bfloat16, clip, count)
+        losses = [train.flat_step(called, optimizer, batches) for _ in range(steps)]
+        return torch.stack(losses), optimizer.model_state(model), optimizer.state_dict()["state"]
+    autocast = functools.partial(torch.autocast, "cpu", dtype, enabled=dtype != torch.float32)
+    rest = torch.amp.GradScaler(device.type, enabled=False), batches, count, autocast, clip
+    losses = [train.optimizer_step(called, optimizer, *rest) for _ in range(steps)]
+    return torch.stack(losses), model.state_dict(), optimizer.state_dict()["state"]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_steps_are_those_of_pytorch(is_flat, count, compiled):
+    """A vocabulary of 27 is padded. Gradients are clipped, and only matrices decay."""
+    torch._dynamo.reset()
+    *expected, state = train_steps(3, False, count=count)
+    *ours, our_state = train_steps(3, is_flat, count=count, compiled=compiled, **ALL_OURS)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(our_state, state, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("count", [1, 3])
+def test_steps_in_bf16_learn_as_those_under_autocast(count):
+    """The interpreter multiplies no bf16: attention is PyTorch's."""
+    ours = train_steps(8, True, torch.bfloat16, count, clip=1.0, **ALL_OURS | dict(attention="torch"))
+    torch.testing.assert_close(ours[0], train_steps(8, False, torch.bfloat16, count, clip=1.0)[0], rtol=0.02, atol=0)
+    assert {weight.dtype for weight in ours[1].values()} == {torch.float32} and ours[0][-1] < ours[0][0] - 0.5
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_gradients_of_bf16_weights_add_up_in_fp32(fused_loss):
+    """A large one leaves room for small ones, which bf16 would lose."""
+    model = make_model(fused_loss=fused_loss)
+    adamw = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
+    optimizer = flat_adamw.GPTAdamW(model, adamw, low_precision=True, micro_batches=3)
+    parameters, total = [*model.parameters()], 0.0
+    for factor in (300.0, 1.0, 1.0):
+        gradients = torch.autograd.grad(factor * model(TOKENS, TOKENS)[1], parameters)
+        total = [gradient.float() + before for gradient, before in zip(gradients, total or [0.0] * 99, strict=False)]
+        (factor * model(TOKENS, TOKENS)[1]).backward()
+        optimizer.collect_gradients(parameters)
+    torch.testing.assert_close([p.main_grad for p in parameters], total, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -539,6 +638,83 @@ def test_checkpoints_of_nanogpt_and_for_it(run, trained):
     assert "the weights decide: n_layer = 2" in out
     groups = saved(trained)["optimizer"]["param_groups"]
     assert [(group["weight_decay"], group["betas"]) for group in groups] == [(0.3, (0.9, 0.5)), (0.0, (0.9, 0.5))]
+
+
+FLAT = dict(flat_adamw="on", fused_loss="on")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flat_adamw_resumes_with_the_same_bits(run, tmp_path, dtype):
+    settings = FLAT | dict(dtype=dtype)
+    run(out_dir=tmp_path / "cut", **settings, max_iters=8)
+    for name, start in ("cut", "resume"), ("whole", "scratch"):
+        out = run(out_dir=tmp_path / name, **settings, init_from=start)
+    assert "using FlatAdamW" in out and saved(tmp_path / "cut")["iter_num"] == 12
+    assert_same_state(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("first, second", [("on", "off"), ("off", "on")])
+def test_checkpoints_of_one_adamw_are_the_others(run, tmp_path, whole, first, second):
+    """Weights, moments and steps, in the order of AdamW's groups, and alike in their form."""
+    run(flat_adamw=first, max_iters=8)
+    run(flat_adamw=second, init_from="resume")
+    ours, theirs = saved(tmp_path), saved(whole()[0])
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=1e-2, atol=1e-5)
+    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    assert [*ours["model"]] == [*theirs["model"]]
+
+
+@pytest.mark.triton
+def test_checkpoints_of_flat_adamw_hold_each_tensor_alone(run, tmp_path):
+    """A part of a flat buffer would bring all of it into the file."""
+    run(**FLAT, max_iters=4)
+    state = torch.load(tmp_path / checkpoint.NAME, weights_only=True)
+    tensors = [*state["model"].values(), *itertools.chain(*(s.values() for s in state["optimizer"]["state"].values()))]
+    assert all(t.untyped_storage().nbytes() == t.nbytes and t.dtype == torch.float32 for t in tensors)
+
+
+@pytest.mark.triton
+def test_optimizers_of_other_models_are_refused(run, tmp_path):
+    run(**FLAT, max_iters=4)
+    state = torch.load(tmp_path / checkpoint.NAME, weights_only=True)
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    torch.save(state, tmp_path / checkpoint.NAME)
+    assert "exp_avg 0 has another shape than the weight" in run(code=2, **FLAT, init_from="resume")
+    state["optimizer"]["param_groups"][0]["params"].pop()
+    torch.save(state, tmp_path / checkpoint.NAME)
+    assert "not those of this model" in run(code=2, **FLAT, init_from="resume")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("settings, words", [
+    (dict(flat_adamw="on", dtype="float16"), "flat_adamw=on: gradients in float16 have to be scaled: use flat_adamw="),
+    (dict(fused_loss="on", dtype="float16"), "fused_loss=on: gradients of the logits are too small for float16"),
+    (dict(attention="triton"), "attention=triton: the kernels drop nothing, and dropout is 0.2: use attention=auto"),
+    (dict(flat_adamw="yes"), "flat_adamw=yes is none of auto, on, off"),
+])  # fmt: skip
+def test_settings_that_exclude_each_other(run, settings, words):
+    assert words in run(code=2, **settings)
+
+
+@pytest.mark.triton
+def test_flat_adamw_is_for_one_process(make_trainer, monkeypatch):
+    with pytest.raises(UsageError, match="flat_adamw=on: DistributedDataParallel exchanges"):
+        make_trainer(0, 2, flat_adamw="on")
+    obstacle = functools.partial(flat_adamw.obstacle, torch.device("cpu"), torch.bfloat16, 1)
+    assert (obstacle(2) is None) == flat_adamw.HAS_GRAD_DTYPE
+    monkeypatch.setattr(flat_adamw, "HAS_GRAD_DTYPE", False)
+    assert "in bfloat16 in float32" in obstacle(2) and obstacle(1) is None
+
+
+@pytest.mark.parametrize("choice, reason, device, expected", [
+    ("auto", None, "cuda", True), ("auto", None, "cpu", False), ("auto", "it cannot", "cuda", False),
+    ("on", None, "cpu", True), ("off", None, "cuda", False),
+])  # fmt: skip
+def test_what_is_on(choice, reason, device, expected):
+    assert train.is_on("flat_adamw", choice, reason, torch.device(device)) == expected
 
 
 # --- tokens
