@@ -1,11 +1,13 @@
 """Time whole training steps of nanogpt_triton: GPT-2 with 124 million weights, 12 x 1024 tokens, bf16.
 
-    python -m benchmarks.gpt            our LayerNorm against PyTorch's, compiled and eager
-    python -m benchmarks.gpt --tiny     a small model, to try everything
+    python -m benchmarks.gpt                      ours against PyTorch's operations, compiled and eager
+    python -m benchmarks.gpt --nanogpt FOLDER     and against the model of nanoGPT itself, of a checkout in FOLDER
+    python -m benchmarks.gpt --tiny               a small model, to try everything
 
-The step is that of the trainer: forward, backward, clipping, AdamW. "triton" computes the residual additions in the
-norms; "triton, addition apart" leaves them to PyTorch. The windows of each row alternate with those of "torch",
-compiled or eager as the row is. Gradients are compared with fp32 before anything is timed.
+The step is that of the trainer: forward, backward, clipping, AdamW. "triton" has all that is ours, and a row "without"
+something has PyTorch's in its place. The windows of each row alternate with those of "torch", compiled or eager as the
+row is, or of "nanoGPT compile": nanoGPT's own model and optimizer. Gradients are compared with fp32 before anything is
+timed, and so are the losses of some steps with those of nanoGPT.
 
 Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -13,7 +15,9 @@ Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 inte
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,9 +31,10 @@ from benchmarks.harness import Contender, Run, make_parser, measure_rows, summar
 from measure.accuracy import require
 from measure.command_line import positive, program
 from measure.timing import compile_apart, release
-from nanogpt_triton.kernels import triton_layer_norm
-from nanogpt_triton.model import GPT, GPTConfig, LayerNorm
-from nanogpt_triton.train import Settings, optimizer_step, preferred_attention
+from nanogpt_triton.dataset import reading
+from nanogpt_triton.flat_adamw import GPTAdamW
+from nanogpt_triton.model import GPT, GPTConfig
+from nanogpt_triton.train import Settings, flat_step, optimizer_step, preferred_attention
 from tiny_llama import hardware
 
 SIZES = {
@@ -40,97 +45,161 @@ SIZES = {
 
 class Row(NamedTuple):
     layer_norm: str
-    fused_addition: bool = True
+    attention: str
+    gelu: str
+    fused_loss: bool
+    flat_adamw: bool
     compile: bool = False
+    nanogpt: bool = False  # nanoGPT's own model and optimizer
 
 
+PLAIN, OURS = Row("torch", "torch", "torch", False, False), Row("triton", "triton", "triton", True, True)
+COMPILED = OURS._replace(compile=True)
 ROWS = {
-    "torch": Row("torch"),
-    "triton": Row("triton"),
-    "triton, addition apart": Row("triton", fused_addition=False),
+    "torch": PLAIN,
+    "triton": OURS,
+    "torch compile": PLAIN._replace(compile=True),
+    "triton compile": COMPILED,
+    "without flat_adamw": COMPILED._replace(flat_adamw=False),
+    "without fused_loss": COMPILED._replace(fused_loss=False),
+    "without attention": COMPILED._replace(attention="torch"),
+    "without gelu": COMPILED._replace(gelu="torch"),
+    "without layer_norm": COMPILED._replace(layer_norm="torch"),
 }
-ROWS |= {f"{name} compile": row._replace(compile=True) for name, row in ROWS.items()}
-
-
-def apart(x, branch, weight, bias):
-    """Leave the addition to PyTorch, which the fused norm does itself."""
-    x = x if branch is None else x + branch
-    return x, triton_layer_norm(x, weight, bias)
+NANOGPT = "nanoGPT compile"
+THEIRS = {NANOGPT: PLAIN._replace(compile=True, nanogpt=True)}
+COMPARED_STEPS = 20
 
 
 class Step:
-    """The model of a row with its optimizer, and a training step of a fixed batch."""
+    """The model of a row with its optimizer, and a training step of a fixed batch.
 
-    def __init__(self, row, config, batch):
+    nanogpt is the module of nanoGPT's model, for the row that needs it. The initial weights are those given, if any.
+    """
+
+    def __init__(self, row, config, batch, nanogpt=None, in_bf16=None, weights=None):
         torch.manual_seed(0)
-        self.batch, self.device, self.settings, self.loss = batch, batch[0].device, Settings(), None
+        self.row, self.batch, self.device, self.loss = row, batch, batch[0].device, None
+        self.in_bf16 = self.device.type == "cuda" if in_bf16 is None else in_bf16
+        settings = Settings()
+        self.betas, self.grad_clip = (settings.beta1, settings.beta2), settings.grad_clip
         with contextlib.redirect_stdout(None):
-            self.raw_model = GPT(config, row.layer_norm, self.device)
-        for module in self.raw_model.modules():
-            if isinstance(module, LayerNorm) and not row.fused_addition:
-                module.add_layer_norm = apart
-        self.model = compile_apart(self.raw_model) if row.compile else self.raw_model
-        self.model.parameters = self.raw_model.parameters  # which optimizer_step() clips
-        betas, rate = (self.settings.beta1, self.settings.beta2), self.settings.learning_rate
-        self.optimizer = self.raw_model.configure_optimizers(self.settings.weight_decay, rate, betas)
+            self.raw_model = self.make_model(config, nanogpt)
+            if weights:
+                self.raw_model.load_state_dict(weights)
+            self.model = compile_apart(self.raw_model) if row.compile else self.raw_model
+            rates = settings.weight_decay, settings.learning_rate, self.betas
+            self.optimizer = self.raw_model.configure_optimizers(*rates, self.device.type)
+        if row.flat_adamw:
+            self.optimizer = GPTAdamW(self.raw_model, self.optimizer, self.in_bf16, settings.grad_clip)
+        else:
+            self.model.parameters = self.raw_model.parameters  # which optimizer_step() clips
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
 
+    def make_model(self, config, nanogpt):
+        """Return nanoGPT's model, or ours."""
+        if self.row.nanogpt:
+            return nanogpt.GPT(nanogpt.GPTConfig(**dataclasses.asdict(config))).to(self.device)
+        names = "layer_norm", "attention", "gelu", "fused_loss"
+        return GPT(config, device=self.device, **{name: getattr(self.row, name) for name in names})
+
     def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        """Return the context of a forward pass. FlatAdamW has the weights in bf16."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16 and not self.row.flat_adamw)
 
     def run(self):
         """Set the loss, without synchronization."""
-        arguments = self.model, self.optimizer, self.scaler, [self.batch], 1, self.autocast, self.settings.grad_clip
-        with preferred_attention(self.device, False):
-            self.loss = optimizer_step(*arguments)
+        with contextlib.nullcontext() if self.row.nanogpt else preferred_attention(self.device, False):
+            if self.row.flat_adamw:
+                self.loss = flat_step(self.model, self.optimizer, [self.batch])
+            else:
+                scaled = self.model, self.optimizer, self.scaler
+                self.loss = optimizer_step(*scaled, [self.batch], 1, self.autocast, self.grad_clip)
 
     def restart(self):
         """Nothing: warm-up steps have trained, and training goes on."""
 
 
+def load_nanogpt(folder):
+    """Return the module of a checkout's model; UsageError if there is none."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(folder, "model.py"))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # torch.compile looks for it there
+    with reading(f"--nanogpt {folder}", "give a checkout of karpathy/nanoGPT"):
+        spec.loader.exec_module(module)
+    return module
+
+
 def gradients(config, row, batch, in_bf16):
-    step = Step(row, config, batch)
-    with step.autocast() if in_bf16 else contextlib.nullcontext():
+    step = Step(row, config, batch, in_bf16=in_bf16)
+    with step.autocast():
         step.model(*batch)[1].backward()
     return {name: p.grad for name, p in step.raw_model.named_parameters()}
 
 
 def check(config, batch):
-    """Return the worst {name, error, allowed}; ArithmeticError if the error of a gradient of "triton" is too large."""
+    """Return the worst {name, error, allowed}; ArithmeticError if the error of a gradient of "triton" is too large.
+
+    Eager and compiled.
+    """
     # Two sequences suffice, and fp32 has room for them. TF32 would not be exact.
-    batch = [t[:2] for t in batch]
+    batch, on_gpu = [t[:2] for t in batch], batch[0].is_cuda
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     exact = gradients(config, ROWS["torch"], batch, in_bf16=False)
     torch.set_float32_matmul_precision(precision)
-    plain, ours = (gradients(config, ROWS[name], batch, in_bf16=True) for name in ("torch", "triton"))
-    verdict = require(ours, plain, exact, llama.CHECK_ATOL["bf16"])
-    worst = verdict.worst
-    return {"name": worst, "error": verdict.errors[worst], "allowed": verdict.allowed[worst]}
+    plain, found = gradients(config, ROWS["torch"], batch, in_bf16=on_gpu), []
+    for name in ("triton", "triton compile"):
+        verdict = require(gradients(config, ROWS[name], batch, on_gpu), plain, exact, llama.CHECK_ATOL["bf16"])
+        worst = verdict.worst
+        found.append({"name": worst, "error": verdict.errors[worst], "allowed": verdict.allowed[worst]})
+    return max(found, key=lambda worst: worst["error"] / worst["allowed"])
 
 
-def measure(run, config, batch):
+def compare_losses(config, batch, nanogpt):
+    """Return the losses of nanoGPT and of ours, from the same weights and batches, and how far they are apart."""
+    inputs = batch[0]
+    theirs = Step(THEIRS[NANOGPT], config, batch, nanogpt)
+    weights = {name: weight.clone() for name, weight in theirs.raw_model.state_dict().items()}
+    ours = Step(ROWS["triton compile"], config, batch, weights=weights)
+    generator, losses = torch.Generator(inputs.device).manual_seed(1), {"nanogpt": [], "ours": []}
+    for _ in range(COMPARED_STEPS):
+        # Each token is followed by the next number: what can be learned, so that the losses fall far.
+        first = torch.randint(config.vocab_size, (len(inputs), 1), device=inputs.device, generator=generator)
+        tokens = (first + torch.arange(inputs.shape[1] + 1, device=inputs.device)) % min(config.vocab_size, 1000)
+        for name, step in (("nanogpt", theirs), ("ours", ours)):
+            step.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            step.run()
+            losses[name].append(step.loss.item())
+    differences = [abs(b - a) / a for a, b in zip(losses["nanogpt"], losses["ours"], strict=True)]
+    return {"largest_relative_difference": max(differences), **losses}
+
+
+def measure(run, config, batch, nanogpt):
     """Fill the rows of the result. A row that fails or starts too late has an error; the others continue."""
     peak, tokens = hardware.peak_tflops(llama.get_gpu(run.device.type), "bf16"), batch[0].numel()
+    rows = ROWS | (THEIRS if nanogpt else {})
+    with torch.device("meta"), contextlib.redirect_stdout(None):
+        tflop = tokens * GPT(config, "torch", "meta", "torch", "torch").flops_per_token() / 1e12
 
     def build(name):
-        make = functools.partial(Step, ROWS[name], config, batch)
+        make = functools.partial(Step, rows[name], config, batch, nanogpt)
         return Contender(make, run.device, steps=run.options.steps)
 
     def figures(name, contender, windows):
-        tflop = tokens * contender.step.raw_model.flops_per_token() / 1e12
         return summarize(contender.results, windows, tokens, tflop, peak)
 
-    for compiled in (False, True):
-        half = {name: row for name, row in ROWS.items() if row.compile == compiled}
+    for compiled, reference in ((False, "torch"), (True, NANOGPT if nanogpt else "torch compile")):
+        half = {name: row for name, row in rows.items() if row.compile == compiled}
         # What is compiled stays, unlike in release_all(): the reference is.
-        measure_rows(run, run.result["rows"], half, "torch" + " compile" * compiled, build, figures, release)
-    run.result["rows"] = {name: run.result["rows"][name] for name in ROWS}
+        measure_rows(run, run.result["rows"], half, reference, build, figures, release)
+    run.result["rows"] = {name: run.result["rows"][name] for name in rows}
 
 
 def parse(argv):
-    parser = make_parser("gpt", __doc__, seconds=400)
+    parser = make_parser("gpt", __doc__, seconds=500)
     parser.add_argument("--tiny", action="store_true", help="a small model")
+    help = "a checkout of karpathy/nanoGPT, whose model is executed and timed as well"
+    parser.add_argument("--nanogpt", metavar="FOLDER", help=help)
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each row (default: 7)")
     parser.add_argument("--steps", type=positive, default=8, metavar="N", help="in a window (default: 8)")
     return parser.parse_args(argv)
@@ -141,6 +210,7 @@ def main(argv):
     options, device = parse(argv), llama.select_device("auto")
     if device.type == "cpu" and not options.tiny:
         raise llama.UsageError("GPT-2 with 124 million weights needs a GPU, and there is none: use --tiny")
+    nanogpt = load_nanogpt(options.nanogpt) if options.nanogpt else None
     torch.set_float32_matmul_precision("high")
     size = "tiny" if options.tiny else "gpt2"
     batch_size, config = SIZES[size]
@@ -156,7 +226,12 @@ def main(argv):
         print(f"gpt.py: {error}: nothing is timed")
         return 1
     print(f"gradients: worst {worst['name']}, error {worst['error']:.1e}, allowed {worst['allowed']:.1e}", flush=True)
-    measure(run, config, batch)
+    if nanogpt:
+        run.result["losses"] = losses = run.attempt(functools.partial(compare_losses, config, batch, nanogpt))
+        text = losses["error"] or f"differ by {losses['largest_relative_difference']:.1e} at most"
+        print(f"losses of nanoGPT and of ours in {COMPARED_STEPS} steps: {text}", flush=True)
+        release(device)
+    measure(run, config, batch, nanogpt)
     return run.finish()
 
 

@@ -1,48 +1,95 @@
 """The benchmark of nanogpt_triton's step: figures follow from windows, and wrong gradients get no time."""
 
+import importlib
 import json
+import re
 
 import pytest
 import torch
 
 from benchmarks import gpt, harness
-from nanogpt_triton.kernels import triton_add_layer_norm
 
 pytestmark = pytest.mark.triton
 TINY = ["--tiny", "--windows", "2", "--steps", "1"]
-NORMS = "torch", "triton", "triton, addition apart"
+# What the benchmark needs of a checkout, on our model.
+NANOGPT = """
+from nanogpt_triton.model import GPTConfig, GPT as Ours
+
+class GPT(Ours):
+    def __init__(self, config):
+        super().__init__(config, "torch", "cpu", "torch", "torch")
+"""
 
 
 @pytest.fixture(autouse=True)
 def small_gpt(monkeypatch):
+    monkeypatch.setattr(gpt.hardware, "peak_tflops", lambda device, precision: 2.0)
+    monkeypatch.setattr(gpt.GPT, "flops_per_token", lambda model: 5e6)
+    monkeypatch.setattr(gpt, "compile_apart", lambda model: lambda *batch: model(*batch))  # a function, as compiled
+    monkeypatch.setattr(gpt, "COMPARED_STEPS", 3)
+    monkeypatch.setattr(harness, "UNCOUNTED", 0)
     if not torch.cuda.is_available():  # the interpreter takes seconds for a step of the usual model
         config = gpt.GPTConfig(block_size=8, vocab_size=32, n_layer=1, n_head=2, n_embd=32, bias=False)
         monkeypatch.setitem(gpt.SIZES, "tiny", (2, config))
 
 
-def test_rows_are_timed_after_the_gate(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpt.hardware, "peak_tflops", lambda device, precision: 2.0)
-    monkeypatch.setattr(gpt.GPT, "flops_per_token", lambda model: 5e6)
-    monkeypatch.setattr(gpt, "compile_apart", lambda model: lambda *batch: model(*batch))  # a function, as compiled
-    monkeypatch.setattr(harness, "UNCOUNTED", 0)
-    assert gpt.main([*TINY, "--output-dir", str(tmp_path)]) == 0
-    result = json.loads(next(tmp_path.glob("gpt_*.json")).read_text())
-    assert result["gate"]["error"] <= result["gate"]["allowed"]
-    found = {name: (row.get("reference"), row["first_loss"]) for name, row in result["rows"].items()}
-    loss = pytest.approx(found["torch"][1], rel=1e-4)
-    alike = {end: {f"{name}{end}": (f"torch{end}", loss) for name in NORMS} for end in ("", " compile")}
-    assert found == alike[""] | alike[" compile"] | {f"torch{end}": (None, loss) for end in alike}
-    for row in result["rows"].values():
+def measured(folder, *arguments, code=0):
+    assert gpt.main([*TINY, "--output-dir", str(folder), *arguments]) == code
+    return json.loads(next(folder.glob("gpt_*.json")).read_text())
+
+
+def test_rows_are_timed_after_the_gate(tmp_path):
+    result = measured(tmp_path)
+    assert result["gate"]["error"] <= result["gate"]["allowed"] and "losses" not in result
+    references = {name: row.get("reference") for name, row in result["rows"].items()}
+    compiled = [name for name, row in gpt.ROWS.items() if row.compile and name != "torch compile"]
+    assert references == {"torch": None, "triton": "torch", "torch compile": None} | dict.fromkeys(
+        compiled, "torch compile"
+    )
+    assert [*references] == [*gpt.ROWS]
+    loss = pytest.approx(result["rows"]["torch"]["first_loss"], rel=1e-4)
+    for name, row in result["rows"].items():
+        assert row["error"] is None and row["first_loss"] == loss, name
         assert row["tokens_per_second"] * row["ms"]["median"] / 1e3 == pytest.approx(2 * 8)
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 5e6 / 2e12)
 
 
-def test_wrong_gradients_stop_everything(tmp_path, monkeypatch):
+def test_nanogpt_itself_is_the_reference_of_compiled_rows(tmp_path):
+    """Its losses are compared from the same weights and batches."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    result = measured(tmp_path, "--nanogpt", str(tmp_path))
+    losses = result["losses"]
+    assert losses["error"] is None and losses["largest_relative_difference"] < 1e-4
+    assert losses["nanogpt"] == pytest.approx(losses["ours"], rel=1e-4) and len(losses["ours"]) == 3
+    assert losses["ours"][-1] < losses["ours"][0] - 0.01
+    rows = result["rows"]
+    assert {row.get("reference") for row in rows.values() if row["compile"]} == {None, "nanoGPT compile"}
+    assert rows["torch compile"]["reference"] == "nanoGPT compile" and rows["nanoGPT compile"]["nanogpt"]
+
+
+def test_a_folder_without_nanogpt_is_named(tmp_path, capsys):
+    assert gpt.main([*TINY, "--output-dir", str(tmp_path), "--nanogpt", str(tmp_path)]) == 2
+    assert re.search(r"--nanogpt \S+ cannot be used \(FileNotFoundError.*model.py.*give a", capsys.readouterr().err)
+
+
+def test_torch_compile_finds_the_module_of_nanogpt(tmp_path):
+    (tmp_path / "model.py").write_text("def double(x):\n    return 2 * x\n")
+    double = torch.compile(gpt.load_nanogpt(tmp_path).double, backend="eager")
+    assert double(torch.ones(1)).item() == 2
+    assert importlib.import_module("nanogpt_model").double(1) == 2
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_wrong_gradients_stop_everything(tmp_path, monkeypatch, is_compiled):
+    """Those of the compiled model as well."""
     forward = gpt.GPT.forward
 
     def slanted(self, tokens, targets=None):
         logits, loss = forward(self, tokens, targets)
-        return logits, loss * (1.1 if self.transformer.ln_f.add_layer_norm is triton_add_layer_norm else 1.0)
+        return logits, loss * (1.1 if self.fused_loss else 1.0)
 
-    monkeypatch.setattr(gpt.GPT, "forward", slanted)
+    if is_compiled:
+        monkeypatch.setattr(gpt, "compile_apart", lambda model: lambda *batch: slanted(model, *batch))
+    else:
+        monkeypatch.setattr(gpt.GPT, "forward", slanted)
     assert gpt.main([*TINY, "--output-dir", str(tmp_path)]) == 1 and not list(tmp_path.glob("*.json"))
