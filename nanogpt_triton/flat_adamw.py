@@ -31,6 +31,8 @@ class GPTAdamW(llama.FlatAdamW):
             accumulate=micro_batches,
             gradient_dtype=torch.float32 if micro_batches > 1 else None,
         )
+        # Our functions write gradients in the type of the weights only.
+        model.is_owned = self.gradient_dtype is None or not low_precision
         self.own(model)
         for p in self.parameters:
             if p.main_grad.dtype != p.dtype:

@@ -128,6 +128,8 @@ class GPT(nn.Module):
     computes the loss and overwrites the logits with their gradient.
     """
 
+    is_owned = False  # by an optimizer that lets our functions write gradients where it reads them: see GPTAdamW
+
     def __init__(self, config, layer_norm="auto", device=None, attention="auto", gelu="auto", fused_loss=False):
         super().__init__()
         if config.n_embd % config.n_head:
@@ -181,10 +183,8 @@ class GPT(nn.Module):
         parts, T = self.transformer, idx.shape[1]
         assert T <= self.config.block_size, f"{T} tokens are more than block_size={self.config.block_size}"
         weight = self.lm_head.weight
-        # Of a weight that FlatAdamW owns, the kernels' functions write the gradient where it is read, in their type.
-        # torch.compile calls them as they are.
-        is_owned = isinstance(weight, llama.OwnedParameter) and weight.main_grad.dtype == weight.dtype
-        embedded = llama.triton_embedding(idx, weight) if is_owned else parts.wte(idx)
+        # torch.compile calls our functions as they are.
+        embedded = llama.triton_embedding(idx, weight) if self.is_owned else parts.wte(idx)
         x, branch = parts.drop(embedded + parts.wpe.weight[:T]), None
         for block in parts.h:
             x, branch = block(x, branch)
@@ -193,7 +193,7 @@ class GPT(nn.Module):
         # To generate, the last position is enough, and the logits are the largest tensor of all.
         if targets is None:
             return self.lm_head(normalized[:, -1:]), None
-        if is_owned and self.fused_loss:
+        if self.is_owned and self.fused_loss:
             logits = llama.triton_linear(normalized, weight)  # of the weight with its padding
         elif normalized.is_cuda and not torch.compiler.is_compiling():  # torch.compile pads by itself
             logits = padded_logits(normalized, weight)
@@ -201,7 +201,7 @@ class GPT(nn.Module):
             logits = self.lm_head(normalized)
         # A target of -1 has no loss.
         if self.fused_loss:
-            return None, llama.triton_cross_entropy(logits[..., : len(weight)], targets, ignore_index=-1)
+            return None, llama.triton_cross_entropy(logits[..., : self.config.vocab_size], targets, -1)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits[..., : self.config.vocab_size], loss
 

@@ -148,13 +148,18 @@ def steps_section(rows):
 
 @of_each_device("gpt", "rows {row}")
 def gpt_section(rows):
-    """Show all rows of GPT-2's step, with the speed of each relative to PyTorch's LayerNorm."""
+    """Show all rows of GPT-2's step, with the speed of each relative to PyTorch's or nanoGPT's own."""
     rows = newest(rows[rows["size"] != "tiny"], "device")
     if rows.empty:
         return ""
     speed = texts(rows["ratio median"], "{:.3f} x `".format) + rows["reference"].astype(object) + "`"
     table = pd.DataFrame({"": rows["row"], **step_columns(rows), "speed": speed})
-    return paragraphs(markdown(table), provenance(rows))
+    losses = rows["result"].iloc[0].get("losses", {})
+    text = ""
+    if losses.get("error", "") is None:
+        text = "The losses of {} steps are those of nanoGPT within {:.1e} of them, from the same weights and batches."
+        text = text.format(len(losses["ours"]), losses["largest_relative_difference"])
+    return paragraphs(markdown(table), text, provenance(rows))
 
 
 def newest_of_sweep(rows, sweep):

@@ -919,11 +919,14 @@ def test_processes_end_together_between_two_batches(data_dir, tmp_path, start):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_gpu_learns_and_resumes_with_our_layer_norm_compiled(run, tmp_path, dtype):
+@pytest.mark.parametrize("dtype, count, dropout", [("bfloat16", 1, 0.0), ("bfloat16", 2, 0.2), ("float32", 2, 0.0)])
+def test_a_gpu_learns_and_resumes_with_our_kernels_compiled(run, tmp_path, dtype, count, dropout):
     settings = dict(device="cuda", compile=True, dtype=dtype, lr_decay_iters=60, eval_interval=20, deterministic=True)
+    settings |= dict(gradient_accumulation_steps=count, dropout=dropout)
     run(out_dir=tmp_path / "cut", **settings, max_iters=20)
     for name, start in ("cut", "resume"), ("whole", "scratch"):
         out = run(out_dir=tmp_path / name, **settings, max_iters=60, init_from=start)
-    assert "using Triton-accelerated LayerNorm" in out and figures(out)["step", 60] < 1.0
+    assert "using Triton-accelerated LayerNorm" in out and "using FlatAdamW" in out
+    assert ("attention" in out.split("Triton-accelerated")[1].split("\n")[0]) == (not dropout)
+    assert figures(out)["step", 60] < 1.0
     assert_same_state(tmp_path / "whole", tmp_path / "cut")
