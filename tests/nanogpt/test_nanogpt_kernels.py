@@ -215,7 +215,10 @@ def test_gelu_of_any_layout(randn, place):
 # --- attention
 
 
-@pytest.mark.parametrize("dtype", test_kernels.ALL_DTYPES if ON_GPU else [torch.float32])  # no other in the interpreter
+@pytest.mark.parametrize("dtype", [
+    torch.float32, torch.float16,
+    pytest.param(torch.bfloat16, marks=pytest.mark.compiled),  # the interpreter multiplies no bf16
+])  # fmt: skip
 @pytest.mark.parametrize("batch, seq_len, n_head, head_dim", [(2, 16, 2, 16), (1, 33, 3, 10), (2, 70, 1, 64)])
 def test_attention(randn, batch, seq_len, n_head, head_dim, dtype):
     """Every gradient of the packed projection has its place."""
