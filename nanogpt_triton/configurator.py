@@ -40,19 +40,20 @@ def configure(settings_class, argv, description):
             print(re.sub(r"^ *(\w+): .*? = ", r"    --\1=", inspect.getsource(base), flags=re.M))
         raise SystemExit(0)
     fields = {field.name: field for field in dataclasses.fields(settings_class)}
-    given = read({name: field.default for name, field in fields.items()}, argv)
+    choices = {name: typing.get_args(field.type) for name, field in fields.items()}
+    given = read({name: field.default for name, field in fields.items()}, argv, choices)
     for key, value in given.items():
-        kind = fields[key].type
-        choices, limits = typing.get_args(kind), LIMITS.get(kind)
-        if choices and value not in choices:
-            raise UsageError(f"{key}={value} is none of {', '.join(choices)}")
+        limits = LIMITS.get(fields[key].type)
         if limits and not limits[0] <= value <= limits[1]:
             raise UsageError(f"{key}={value} is not from {limits[0]} to {limits[1]}")
     return settings_class(**given)
 
 
-def read(defaults, argv):
-    """Print and return {key: value} of what the command line sets. Each value has the type of its default."""
+def read(defaults, argv, choices=None):
+    """Print and return {key: value} of what the command line sets.
+
+    Each value is one of its choices, {key: values}, or where there are none of the type of its default.
+    """
     given = {}
     for argument in argv:
         is_file = not argument.startswith("-")
@@ -69,7 +70,10 @@ def read(defaults, argv):
             if kind is float and type(value) is int:
                 with reading(argument, f"give a smaller {key}"):
                     value = float(value)
-            if type(value) is not kind:
+            if values := (choices or {}).get(key):
+                if repr(value) not in map(repr, values):  # 1 == True
+                    raise UsageError(f"{key}={value} is none of {', '.join(map(str, values))}")
+            elif type(value) is not kind:
                 raise UsageError(f"{argument}: {key} = {value!r} is no {kind.__name__}, such as {defaults[key]!r}")
             print(f"overriding: {key} = {value!r}")
             given[key] = value

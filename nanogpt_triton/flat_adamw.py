@@ -32,20 +32,20 @@ class GPTAdamW(llama.FlatAdamW):
             gradient_dtype=torch.float32 if micro_batches > 1 else None,
         )
         # Our functions write gradients in the type of the weights only.
-        model.is_owned = self.gradient_dtype is None or not low_precision
+        is_owned = self.gradient_dtype is None or not low_precision
+        for module in model.modules():
+            if hasattr(module, "is_owned"):
+                module.is_owned = is_owned
         self.own(model)
         for p in self.parameters:
             if p.main_grad.dtype != p.dtype:
                 p.grad_dtype = None  # any: autograd adds each gradient in bf16 to a .grad in fp32
         self.steps = [0] * len(self.parameters)
 
-    @torch.no_grad()
-    def collect_gradients(self, parameters):
-        """Copy the gradients that came from autograd into the flat buffer, in a few launches for all."""
-        copied = [p for p in parameters if p.grad is not None and p.grad is not p.main_grad]
-        if copied:
-            torch._foreach_copy_([p.main_grad for p in copied], [p.grad for p in copied])
-        for p in copied:
+    def zero_grad(self):
+        """Let backward passes add to zeros, autograd too: all of them do the same, as one captured graph must."""
+        self.grad.zero_()
+        for p in self.parameters:
             p.grad = p.main_grad
 
     def step(self):

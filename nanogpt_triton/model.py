@@ -61,6 +61,19 @@ class Operations(NamedTuple):
     gelu: Callable
 
 
+class Linear(nn.Linear):
+    """nn.Linear, which writes the gradient of an owned weight to where its optimizer reads it."""
+
+    is_owned = False  # by an optimizer that lets our functions write gradients: see GPTAdamW
+
+    def forward(self, x):
+        """x (..., K) -> (..., N), as nn.Linear."""
+        # torch.compile would end a graph at each.
+        if self.is_owned and self.bias is None and not torch.compiler.is_compiling():
+            return llama.triton_linear(x, self.weight)
+        return super().forward(x)
+
+
 class LayerNorm(nn.Module):
     """LayerNorm after the addition to the residual stream. Without an addend, the stream is as it was."""
 
@@ -79,8 +92,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config, attention):
         super().__init__()
         self.n_head, self.dropout, self.attention = config.n_head, config.dropout, attention
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -97,8 +110,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config, gelu):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.gelu = gelu
 
@@ -128,7 +141,7 @@ class GPT(nn.Module):
     computes the loss and overwrites the logits with their gradient.
     """
 
-    is_owned = False  # by an optimizer that lets our functions write gradients where it reads them: see GPTAdamW
+    is_owned = False  # as of Linear
 
     def __init__(self, config, layer_norm="auto", device=None, attention="auto", gelu="auto", fused_loss=False):
         super().__init__()
@@ -139,6 +152,8 @@ class GPT(nn.Module):
         if fused_loss and (why := obstacle_to_triton(device)):
             raise UsageError(f"fused_loss: {why}")
         self.config, self.fused_loss = config, fused_loss
+        ours = operations.add_layer_norm is triton_add_layer_norm and operations.attention is triton_attention
+        self.is_ours = ours and fused_loss  # the loss, attention and the norms are
         with torch.device(device or torch.get_default_device()):
             self.transformer = nn.ModuleDict(
                 dict(
@@ -149,7 +164,7 @@ class GPT(nn.Module):
                     ln_f=LayerNorm(config.n_embd, config.bias, operations.add_layer_norm),
                 )
             )
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         # Token embedding and output layer are one matrix, as in GPT-2.
         self.transformer.wte.weight = self.lm_head.weight
         self.init_weights()

@@ -40,6 +40,7 @@ from tiny_llama.hardware import host_memory_bytes, is_out_of_memory  # noqa: E40
 from tiny_llama.notes import lone_process  # noqa: E402
 from tiny_llama.profiler import attached_profiler, named_range  # noqa: E402
 
+WARM_UP_PASSES = 3  # before a capture: the first compile kernels and initialize libraries
 TIMEOUT = 600  # seconds that processes wait for each other, to write, for example
 
 
@@ -89,7 +90,8 @@ class Settings:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # nccl, gloo; auto: nccl on GPUs
     device: str = "auto"  # cpu, cuda, cuda:1, ...; auto: cuda if there is one, otherwise cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: by the GPU
-    compile: bool = True  # torch.compile the model
+    graph: Literal["auto", "on", "off"] = "auto"  # replay a CUDA graph; auto: if loss, norms, attention, AdamW are ours
+    compile: Literal["auto", True, False] = "auto"  # torch.compile the model; auto: if it is not in a graph
     deterministic: bool = False  # the same bits in every run on a GPU too, at some cost
     seed: int = 1337  # of weights, batches and dropout
 
@@ -142,7 +144,8 @@ def remedied(settings):
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        # The end of a failed capture raises an error of its own.
+        if not is_out_of_memory(error) and not is_out_of_memory(error.__context__):
             raise
         names = "batch_size", "block_size", "n_layer", "n_embd"
         given = ", ".join(f"{name}={getattr(settings, name)}" for name in names)
@@ -172,19 +175,56 @@ def preferred_attention(device, deterministic):
 # One iteration
 
 
-def flat_step(model, optimizer, batches):
-    """Run forward and backward of the batches (inputs, targets) of a GPTAdamW's step, and the update.
+def add_gradients(model, inputs, targets):
+    """Run forward and backward of a batch, which adds to the gradients. Return its loss."""
+    _, loss = model(inputs, targets)
+    with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread takes time
+        loss.backward()
+    return loss.detach()
 
-    Return their mean loss.
+
+def capture(work):
+    """Return a function that launches the kernels of work() again, and a result that each of its calls overwrites.
+
+    work() returns a tensor, and runs some times before the kernels are captured in a CUDA graph.
     """
+    torch.cuda.synchronize()  # the side stream does not wait for what the tensors contain
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream's work cannot be captured
+        for _ in range(WARM_UP_PASSES):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        result = work()
+    return graph.replay, result
+
+
+class CapturedPass:
+    """add_gradients() of a GPTAdamW's model and batches of one shape, replayed from a CUDA graph."""
+
+    def __init__(self, model, optimizer, shape, device):
+        self.inputs, self.targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        optimizer.zero_grad()  # the graph adds to what is .grad now; the next iteration begins with zeros again
+        self.replay, self.loss = capture(functools.partial(add_gradients, model, self.inputs, self.targets))
+
+    def __call__(self, inputs, targets):
+        """Return the loss of a batch."""
+        self.inputs.copy_(inputs)
+        self.targets.copy_(targets)
+        self.replay()
+        return self.loss.clone()
+
+
+def flat_step(run_pass, optimizer, batches):
+    """Call run_pass(inputs, targets) for the batches of a GPTAdamW's step, and update. Return the mean of its losses.
+
+    run_pass is add_gradients() of a model, or a CapturedPass.
+    """
+    optimizer.zero_grad()
     total = 0.0
     for inputs, targets in batches:
-        _, loss = model(inputs, targets)
-        loss.backward()
-        optimizer.collect_gradients(optimizer.parameters)
-        total = total + loss.detach()
+        total = total + run_pass(inputs, targets)
     optimizer.step()
-    optimizer.zero_grad()
     return total / optimizer.accumulate
 
 
@@ -231,6 +271,15 @@ def is_on(name, choice, reason, device):
     return choice == "on" or choice == "auto" and device.type == "cuda" and not reason
 
 
+def graph_obstacle(settings, device, is_flat):
+    """Return in words why forward and backward cannot be captured in a CUDA graph, or None if they can."""
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if not is_flat:
+        return "it adds to gradients of FlatAdamW, which is not used"
+    return "a model is captured or compiled, and compile=True" if settings.compile is True else None
+
+
 class Trainer:
     """Model, optimizer and data, and what a checkpoint holds of them."""
 
@@ -271,16 +320,23 @@ class Trainer:
             with reading(path, "give another out_dir"):
                 self.raw_model.load_state_dict(state["model"])
         self.model = self.raw_model
+        reason = graph_obstacle(settings, device, self.is_flat)
+        # What is PyTorch's gains more from torch.compile.
+        is_worth_it = self.raw_model.is_ours or settings.graph == "on"
+        self.is_captured = is_on("graph", settings.graph, reason, device) and is_worth_it
+        if self.is_captured:
+            print("captured in a CUDA graph; not compiled")
         if world.size > 1:
             ids = [device.index] if device.type == "cuda" else None
             options = dict(device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100)
             self.model = DistributedDataParallel(self.raw_model, **options)
         # torch.compile cuts its graphs between the buckets of gradients, so that their exchange overlaps the backward
         # pass. Large buckets leave large graphs.
-        if settings.compile:
+        if settings.compile and not self.is_captured:
             self.model = torch.compile(self.model)
         # After the wrappers: FlatAdamW lets nobody change the model.
         self.optimizer = self.make_optimizer()
+        self.run_pass = functools.partial(add_gradients, self.model)  # of a flat_step()
         # FlatAdamW has the weights in the type of the products.
         needs_autocast = self.dtype != torch.float32 and not self.is_flat
         self.autocast = functools.partial(torch.autocast, device.type, self.dtype, enabled=needs_autocast)
@@ -319,6 +375,12 @@ class Trainer:
             return adamw
         low_precision = self.dtype == torch.bfloat16
         return flat_adamw.GPTAdamW(self.raw_model, adamw, low_precision, settings.grad_clip or None, self.count)
+
+    def capture(self):
+        """Let iterations replay a CUDA graph from now on, if they are to."""
+        if self.is_captured:
+            shape = self.settings.batch_size, self.raw_model.config.block_size
+            self.run_pass = CapturedPass(self.model, self.optimizer, shape, self.device)
 
     def restore(self, state):
         """Continue where a checkpoint was saved, with the hyperparameters of these settings."""
@@ -367,7 +429,7 @@ class Trainer:
         numbers = range(first + world.rank, first + settings.gradient_accumulation_steps, world.size)
         batches = (self.fetch(self.train_batches, number) for number in numbers)
         if self.is_flat:
-            self.loss = flat_step(self.model, self.optimizer, batches)
+            self.loss = flat_step(self.run_pass, self.optimizer, batches)
         else:
             trained = self.model, self.optimizer, self.scaler
             self.loss = optimizer_step(*trained, batches, self.count, self.autocast, settings.grad_clip)
@@ -445,6 +507,8 @@ def run(trainer, report):
     settings, start, mfu = trainer.settings, time.perf_counter(), -1.0
     first, show_range = trainer.iteration, named_range if attached_profiler() else contextlib.nullcontext
     timed = 0  # iterations since start
+    if not settings.eval_only:
+        trainer.capture()
     while True:
         number = trainer.iteration
         if number % settings.eval_interval == 0 or number == settings.max_iters or settings.eval_only:

@@ -144,9 +144,9 @@ def figures(text):
 # --- model
 
 
-def make_model(layer_norm="torch", device="cpu", **choices):
+def make_model(layer_norm="torch", device="cpu", config=CONFIG, **choices):
     torch.manual_seed(0)
-    return GPT(CONFIG, layer_norm, device, **choices)
+    return GPT(config, layer_norm, device, **choices)
 
 
 def test_logits_and_loss_are_those_of_gpt2(monkeypatch):
@@ -333,7 +333,8 @@ def train_steps(steps, is_flat, dtype=torch.float32, count=1, compiled=False, cl
     batches = [(TOKENS.roll(number, 0), TOKENS.roll(-1 - number, 1)) for number in range(count)]
     if is_flat:
         optimizer = flat_adamw.GPTAdamW(model, optimizer, dtype == torch.bfloat16, clip, count)
-        losses = [train.flat_step(called, optimizer, batches) for _ in range(steps)]
+        run_pass = functools.partial(train.add_gradients, called)
+        losses = [train.flat_step(run_pass, optimizer, batches) for _ in range(steps)]
         return torch.stack(losses), optimizer.model_state(model), optimizer.state_dict()["state"]
     autocast = functools.partial(torch.autocast, "cpu", dtype, enabled=dtype != torch.float32)
     rest = torch.amp.GradScaler(device.type, enabled=False), batches, count, autocast, clip
@@ -355,6 +356,26 @@ def test_steps_are_those_of_pytorch(is_flat, count, compiled):
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("bias, dtype, compiled, calls", [
+    (False, torch.float32, False, 2 * 4 + 1), (True, torch.float32, False, 1), (False, torch.float32, True, 1),
+    (False, torch.bfloat16, False, 0),
+])  # fmt: skip
+def test_projections_write_their_gradients_where_the_optimizer_reads_them(monkeypatch, bias, dtype, compiled, calls):
+    """Not with a bias, nor inside of compiled code, nor where bf16's add up in fp32. Odd widths are padded."""
+    torch._dynamo.reset()
+    linear, called = llama.triton_linear, []
+    monkeypatch.setattr(llama, "triton_linear", lambda x, weight: called.append(weight) or linear(x, weight))
+    choices = ALL_OURS | dict(attention="torch" if dtype == torch.bfloat16 else "triton")
+    config = dataclasses.replace(CONFIG, bias=bias, n_embd=36)
+    losses, weights, _ = train_steps(2, False, dtype, count=2, config=config)
+    our_losses, our_weights, _ = train_steps(2, True, dtype, count=2, compiled=compiled, **choices, config=config)
+    torch.testing.assert_close(our_losses, losses, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=0)
+    if dtype == torch.float32:
+        torch.testing.assert_close(our_weights, weights, rtol=1e-4, atol=1e-4)
+    assert len(called) == calls * 2 * 2  # of each batch of each step
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize("count", [1, 3])
 def test_steps_in_bf16_learn_as_those_under_autocast(count):
     """The interpreter multiplies no bf16: attention is PyTorch's."""
@@ -371,11 +392,11 @@ def test_gradients_of_bf16_weights_add_up_in_fp32(fused_loss):
     adamw = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95))
     optimizer = flat_adamw.GPTAdamW(model, adamw, low_precision=True, micro_batches=3)
     parameters, total = [*model.parameters()], 0.0
+    optimizer.zero_grad()
     for factor in (300.0, 1.0, 1.0):
         gradients = torch.autograd.grad(factor * model(TOKENS, TOKENS)[1], parameters)
         total = [gradient.float() + before for gradient, before in zip(gradients, total or [0.0] * 99, strict=False)]
         (factor * model(TOKENS, TOKENS)[1]).backward()
-        optimizer.collect_gradients(parameters)
     torch.testing.assert_close([p.main_grad for p in parameters], total, rtol=0, atol=0)
 
 
@@ -694,6 +715,8 @@ def test_optimizers_of_other_models_are_refused(run, tmp_path):
     (dict(fused_loss="on", dtype="float16"), "fused_loss=on: gradients of the logits are too small for float16"),
     (dict(attention="triton"), "attention=triton: the kernels drop nothing, and dropout is 0.2: use attention=auto"),
     (dict(flat_adamw="yes"), "flat_adamw=yes is none of auto, on, off"),
+    (dict(graph="on"), "graph=on: it needs a GPU: use graph=auto"),
+    (dict(compile=1), "compile=1 is none of auto, True, False"),
 ])  # fmt: skip
 def test_settings_that_exclude_each_other(run, settings, words):
     assert words in run(code=2, **settings)
@@ -707,6 +730,114 @@ def test_flat_adamw_is_for_one_process(make_trainer, monkeypatch):
     assert (obstacle(2) is None) == flat_adamw.HAS_GRAD_DTYPE
     monkeypatch.setattr(flat_adamw, "HAS_GRAD_DTYPE", False)
     assert "in bfloat16 in float32" in obstacle(2) and obstacle(1) is None
+
+
+# --- a captured graph, which a fake one stands for: it calls again what would have been captured
+
+
+def replaying(work):
+    """Do what train.capture() does, on a CPU."""
+    result = work()
+    return lambda: result.copy_(work()), result
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Whatever is asked for can be captured, and nothing compiled."""
+    monkeypatch.setattr(train, "capture", replaying)
+    monkeypatch.setattr(train, "graph_obstacle", lambda settings, device, is_flat: None)
+    monkeypatch.setattr(torch, "compile", None)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype, count", [("float32", 1), ("bfloat16", 3)])
+def test_a_captured_run_has_the_bits_of_an_eager_one(run, tmp_path, graphs, dtype, count):
+    """Resumed too: what the warm-up leaves in the gradients counts nowhere, nor what it draws for dropout."""
+    settings = FLAT | dict(dtype=dtype, gradient_accumulation_steps=count, max_iters=5, eval_interval=5)
+    run(**settings, graph="off", out_dir=tmp_path / "eager")
+    run(**settings | dict(max_iters=2), graph="on", out_dir=tmp_path / "cut")
+    for name, start in ("cut", "resume"), ("whole", "scratch"):
+        out = run(**settings, graph="on", compile="auto", out_dir=tmp_path / name, init_from=start)
+        assert out.count("captured in a CUDA graph; not compiled\n") == 1
+        assert_same_state(tmp_path / "eager", tmp_path / name)
+
+
+@pytest.mark.triton
+def test_a_loss_outlives_the_next_replay(make_trainer, graphs):
+    trainer = make_trainer(**FLAT, graph="on", dropout=0.0)
+    trainer.capture()
+    batches = [trainer.fetch(trainer.train_batches, number) for number in (0, 1)]
+    losses = [trainer.run_pass(*batch) for batch in batches]
+    assert losses == [train.add_gradients(trainer.raw_model, *batch) for batch in batches] and losses[0] != losses[1]
+
+
+def test_a_capture_follows_a_warm_up_on_another_stream(monkeypatch):
+    """With nothing else on the device, which does not wait for either."""
+    log, calls = [], iter("abcd")
+
+    @contextlib.contextmanager
+    def noting(name, *given, **options):
+        log.append(f"{name} begins")
+        yield
+        log.append(f"{name} ends")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("sync"))
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "stream", functools.partial(noting, "side stream"))
+    monkeypatch.setattr(torch.cuda, "graph", functools.partial(noting, "graph"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Mock(replay="replay"))
+    replay, result = train.capture(lambda: log.append("work") or next(calls))
+    assert (replay, result) == ("replay", "d")
+    side = ["side stream begins", *3 * ["work"], "side stream ends"]
+    assert log == ["sync", *side, "sync", "graph begins", "work", "graph ends"]
+
+
+@pytest.mark.triton
+def test_memory_may_end_in_a_capture(run, graphs, monkeypatch):
+    """Whose end then fails as well, and hides why."""
+
+    def fail(work):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(train, "capture", fail)
+    assert "out of memory with batch_size=4" in run(code=2, **FLAT, graph="on")
+
+
+@pytest.mark.triton
+def test_an_evaluation_alone_is_not_captured(run, trained, graphs, monkeypatch):
+    monkeypatch.setattr(train, "capture", None)
+    run(out_dir=trained, init_from="resume", eval_only=True, **FLAT, graph="on")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("changed, captured", [
+    ({}, True), (dict(graph="off"), False), (dict(dropout=0.1), False), (dict(dropout=0.1, graph="on"), True),
+    (dict(layer_norm="torch"), False), (dict(fused_loss="off"), False), (dict(gelu="torch"), True),
+    (dict(compile=True), False), (dict(flat_adamw="off"), False),
+])  # fmt: skip
+def test_what_is_captured(make_trainer, monkeypatch, changed, captured):
+    """By default, what is all ours; the rest is compiled."""
+    obstacle, is_on = train.graph_obstacle, train.is_on
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(train, "graph_obstacle", lambda settings, device, is_flat: obstacle(settings, cuda, is_flat))
+    monkeypatch.setattr(train, "is_on", lambda name, choice, reason, device: is_on(name, choice, reason, cuda))
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    compiled = []
+    ours = dict(layer_norm="triton", attention="auto" if changed.get("dropout") else "triton", dropout=0.0)
+    trainer = make_trainer(**ours | dict(compile="auto") | changed)
+    assert trainer.is_captured == captured == (not compiled)
+
+
+@pytest.mark.parametrize("settings, device, is_flat, words", [
+    (dict(compile=True), "cuda", True, "captured or compiled, and compile=True"), ({}, "cpu", True, "needs a GPU"),
+    ({}, "cuda", False, "FlatAdamW, which is not used"), (dict(compile=False), "cuda", True, None),
+])  # fmt: skip
+def test_why_nothing_is_captured(settings, device, is_flat, words):
+    reason = train.graph_obstacle(train.Settings(**settings), torch.device(device), is_flat)
+    assert reason is words or words in reason
 
 
 @pytest.mark.parametrize("choice, reason, device, expected", [
@@ -916,6 +1047,35 @@ def test_processes_end_together_between_two_batches(data_dir, tmp_path, start):
     out = process.communicate(timeout=600)[0]
     assert out.index("saved ") < out.index("interrupted after iteration 5") < out.index(" ends with 130"), out
     assert saved(tmp_path / "cut")["iter_num"] == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, count, dropout", [
+    ("bfloat16", 3, 0.0), ("bfloat16", 3, 0.1), ("bfloat16", 1, 0.1), ("bfloat16", 1, 0.0), ("float32", 3, 0.0),
+])  # fmt: skip
+def test_a_graph_has_the_losses_and_weights_of_an_eager_run(run, tmp_path, monkeypatch, dtype, count, dropout):
+    """To the bit, of two runs and of one that was resumed. The seed of an iteration decides what a replay drops."""
+    losses, settle = [], train.Trainer.settle
+
+    def settling(self, *evaluated):
+        losses.append(settle(self, *evaluated))
+        return losses[-1]
+
+    def losses_of(name, **changed):
+        losses.clear()
+        out = run(out_dir=tmp_path / name, **settings | changed)
+        assert ("captured in a CUDA graph; not compiled" in out) == (changed["graph"] != "off")
+        return [*losses]
+
+    monkeypatch.setattr(train.Trainer, "settle", settling)
+    settings = dict(device="cuda", dtype=dtype, dropout=dropout, deterministic=True, max_iters=5, eval_interval=5)
+    settings |= dict(gradient_accumulation_steps=count, bias=False)
+    expected, captured = losses_of("eager", graph="off"), dict(graph="on" if dropout else "auto")
+    assert losses_of("one", **captured) == losses_of("two", **captured) == expected and len({*expected}) > 5
+    losses_of("cut", **captured, max_iters=2, eval_interval=2)
+    assert losses_of("cut", **captured, init_from="resume")[-3:] == expected[-3:]
+    for name in ("one", "two", "cut"):
+        assert_same_state(tmp_path / "eager", tmp_path / name)
 
 
 @pytest.mark.gpu
