@@ -1,13 +1,14 @@
 """Time whole training steps of nanogpt_triton: GPT-2 with 124 million weights, 12 x 1024 tokens, bf16.
 
-    python -m benchmarks.gpt                      ours against PyTorch's operations, compiled and eager
+    python -m benchmarks.gpt                      ours, captured in a graph, against PyTorch's operations, compiled
     python -m benchmarks.gpt --nanogpt FOLDER     and against the model of nanoGPT itself, of a checkout in FOLDER
     python -m benchmarks.gpt --tiny               a small model, to try everything
 
-The step is that of the trainer: forward, backward, clipping, AdamW. "triton" has all that is ours, and a row "without"
-something has PyTorch's in its place. The windows of each row alternate with those of "torch", compiled or eager as the
-row is, or of "nanoGPT compile": nanoGPT's own model and optimizer. Gradients are compared with fp32 before anything is
-timed, and so are the losses of some steps with those of nanoGPT.
+The step is that of the trainer: forward, backward, clipping, AdamW. "triton" has all that is ours, with forward and
+backward in a CUDA graph. A row "without" something has PyTorch's in its place: of the graph torch.compile, as without
+FlatAdamW, which it needs. The windows of each row alternate with those of "torch compile" or of "nanoGPT compile",
+nanoGPT's own model and optimizer. Gradients are compared with fp32 before anything is timed, and so are the losses of
+some steps with those of nanoGPT.
 
 Exit codes: 0 done, 1 gradients are wrong, 2 the request cannot be met, 130 interrupted.
 """
@@ -16,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import statistics
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +36,15 @@ from measure.timing import compile_apart, release
 from nanogpt_triton.dataset import reading
 from nanogpt_triton.flat_adamw import GPTAdamW
 from nanogpt_triton.model import GPT, GPTConfig
-from nanogpt_triton.train import Settings, flat_step, optimizer_step, preferred_attention
+from nanogpt_triton.train import (
+    CapturedPass,
+    Settings,
+    add_gradients,
+    flat_step,
+    learning_rate,
+    optimizer_step,
+    preferred_attention,
+)
 from tiny_llama import hardware
 
 SIZES = {
@@ -50,25 +60,29 @@ class Row(NamedTuple):
     fused_loss: bool
     flat_adamw: bool
     compile: bool = False
+    graph: bool = False
     nanogpt: bool = False  # nanoGPT's own model and optimizer
 
 
-PLAIN, OURS = Row("torch", "torch", "torch", False, False), Row("triton", "triton", "triton", True, True)
-COMPILED = OURS._replace(compile=True)
+PLAIN = Row("torch", "torch", "torch", False, False)
+OURS = Row("triton", "triton", "triton", True, True, graph=True)
+COMPILED = OURS._replace(graph=False, compile=True)
 ROWS = {
-    "torch": PLAIN,
     "triton": OURS,
     "torch compile": PLAIN._replace(compile=True),
-    "triton compile": COMPILED,
+    "torch": PLAIN,
+    "without attention": OURS._replace(attention="torch"),
+    "without gelu": OURS._replace(gelu="torch"),
+    "without layer_norm": OURS._replace(layer_norm="torch"),
+    "without fused_loss": OURS._replace(fused_loss=False),
     "without flat_adamw": COMPILED._replace(flat_adamw=False),
-    "without fused_loss": COMPILED._replace(fused_loss=False),
-    "without attention": COMPILED._replace(attention="torch"),
-    "without gelu": COMPILED._replace(gelu="torch"),
-    "without layer_norm": COMPILED._replace(layer_norm="torch"),
+    "without graph": COMPILED,
+    "eager": OURS._replace(graph=False),
 }
 NANOGPT = "nanoGPT compile"
 THEIRS = {NANOGPT: PLAIN._replace(compile=True, nanogpt=True)}
-COMPARED_STEPS = 20
+COMPARED_STEPS = 60
+COMPARED_TOKENS = 1000  # of the vocabulary: few, so that the losses fall far
 
 
 class Step:
@@ -92,6 +106,7 @@ class Step:
             self.optimizer = self.raw_model.configure_optimizers(*rates, self.device.type)
         if row.flat_adamw:
             self.optimizer = GPTAdamW(self.raw_model, self.optimizer, self.in_bf16, settings.grad_clip)
+            self.run_pass = functools.partial(add_gradients, self.model)
         else:
             self.model.parameters = self.raw_model.parameters  # which optimizer_step() clips
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
@@ -107,11 +122,20 @@ class Step:
         """Return the context of a forward pass. FlatAdamW has the weights in bf16."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16 and not self.row.flat_adamw)
 
+    def attention_order(self):
+        """Return the context in which the trainer calls PyTorch's attention, but for nanoGPT."""
+        return contextlib.nullcontext() if self.row.nanogpt else preferred_attention(self.device, False)
+
+    def capture(self, one_graph=True):
+        """Replay forward and backward from now on, as the trainer does; the update stays as it is."""
+        with self.attention_order():
+            self.run_pass = CapturedPass(self.model, self.optimizer, self.batch[0].shape, self.device)
+
     def run(self):
         """Set the loss, without synchronization."""
-        with contextlib.nullcontext() if self.row.nanogpt else preferred_attention(self.device, False):
+        with self.attention_order():
             if self.row.flat_adamw:
-                self.loss = flat_step(self.model, self.optimizer, [self.batch])
+                self.loss = flat_step(self.run_pass, self.optimizer, [self.batch])
             else:
                 scaled = self.model, self.optimizer, self.scaler
                 self.loss = optimizer_step(*scaled, [self.batch], 1, self.autocast, self.grad_clip)
@@ -129,17 +153,29 @@ def load_nanogpt(folder):
     return module
 
 
+def captured(step):
+    """Return a Step, which has captured its graph if its row has one and there is a GPU."""
+    if step.row.graph and step.device.type == "cuda":
+        step.capture()
+    return step
+
+
 def gradients(config, row, batch, in_bf16):
-    step = Step(row, config, batch, in_bf16=in_bf16)
-    with step.autocast():
-        step.model(*batch)[1].backward()
+    """Return {name: gradient} of a row."""
+    step = captured(Step(row, config, batch, in_bf16=in_bf16))
+    if row.flat_adamw:
+        step.optimizer.zero_grad()
+        step.run_pass(*batch)
+    else:
+        with step.autocast():
+            add_gradients(step.model, *batch)
     return {name: p.grad for name, p in step.raw_model.named_parameters()}
 
 
 def check(config, batch):
-    """Return the worst {name, error, allowed}; ArithmeticError if the error of a gradient of "triton" is too large.
+    """Return the worst {name, error, allowed}; ArithmeticError if the error of a gradient of ours is too large.
 
-    Eager and compiled.
+    Captured and compiled.
     """
     # Two sequences suffice, and fp32 has room for them. TF32 would not be exact.
     batch, on_gpu = [t[:2] for t in batch], batch[0].is_cuda
@@ -148,7 +184,7 @@ def check(config, batch):
     exact = gradients(config, ROWS["torch"], batch, in_bf16=False)
     torch.set_float32_matmul_precision(precision)
     plain, found = gradients(config, ROWS["torch"], batch, in_bf16=on_gpu), []
-    for name in ("triton", "triton compile"):
+    for name in ("triton", "without graph"):
         verdict = require(gradients(config, ROWS[name], batch, on_gpu), plain, exact, llama.CHECK_ATOL["bf16"])
         worst = verdict.worst
         found.append({"name": worst, "error": verdict.errors[worst], "allowed": verdict.allowed[worst]})
@@ -156,47 +192,52 @@ def check(config, batch):
 
 
 def compare_losses(config, batch, nanogpt):
-    """Return the losses of nanoGPT and of ours, from the same weights and batches, and how far they are apart."""
-    inputs = batch[0]
+    """Return the losses of nanoGPT and of ours, from the same weights and batches, and how far they are apart.
+
+    The learning rate rises as in nanoGPT's warm-up: at its full height from the first step, rounding would grow.
+    """
     theirs = Step(THEIRS[NANOGPT], config, batch, nanogpt)
     weights = {name: weight.clone() for name, weight in theirs.raw_model.state_dict().items()}
-    ours = Step(ROWS["triton compile"], config, batch, weights=weights)
-    generator, losses = torch.Generator(inputs.device).manual_seed(1), {"nanogpt": [], "ours": []}
-    for _ in range(COMPARED_STEPS):
-        # Each token is followed by the next number: what can be learned, so that the losses fall far.
-        first = torch.randint(config.vocab_size, (len(inputs), 1), device=inputs.device, generator=generator)
-        tokens = (first + torch.arange(inputs.shape[1] + 1, device=inputs.device)) % min(config.vocab_size, 1000)
-        for name, step in (("nanogpt", theirs), ("ours", ours)):
-            step.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    steps = {"nanogpt": theirs, "ours": captured(Step(OURS, config, batch, weights=weights))}
+    losses = {name: [] for name in steps}
+    batch_size, seq_len = batch[0].shape
+    sizes = dict(batch_size=batch_size, seq_len=seq_len, vocab_size=min(config.vocab_size, COMPARED_TOKENS))
+    batches, settings = llama.batches(llama.Config(data="markov", **sizes)), Settings(warmup_iters=COMPARED_STEPS)
+    for number in range(COMPARED_STEPS):
+        tokens = [t.to(theirs.device).contiguous() for t in next(batches)]
+        for name, step in steps.items():
+            for group in step.optimizer.param_groups:
+                group["lr"] = learning_rate(settings, number)
+            step.batch = tokens
             step.run()
             losses[name].append(step.loss.item())
     differences = [abs(b - a) / a for a, b in zip(losses["nanogpt"], losses["ours"], strict=True)]
-    return {"largest_relative_difference": max(differences), **losses}
+    spread = dict(largest_relative_difference=max(differences), mean_relative_difference=statistics.mean(differences))
+    return {**spread, **losses}
 
 
 def measure(run, config, batch, nanogpt):
     """Fill the rows of the result. A row that fails or starts too late has an error; the others continue."""
     peak, tokens = hardware.peak_tflops(llama.get_gpu(run.device.type), "bf16"), batch[0].numel()
-    rows = ROWS | (THEIRS if nanogpt else {})
+    rows = (THEIRS if nanogpt else {}) | ROWS
     with torch.device("meta"), contextlib.redirect_stdout(None):
         tflop = tokens * GPT(config, "torch", "meta", "torch", "torch").flops_per_token() / 1e12
 
     def build(name):
         make = functools.partial(Step, rows[name], config, batch, nanogpt)
-        return Contender(make, run.device, steps=run.options.steps)
+        return Contender(make, run.device, rows[name].graph, run.options.steps)
 
     def figures(name, contender, windows):
         return summarize(contender.results, windows, tokens, tflop, peak)
 
-    for compiled, reference in ((False, "torch"), (True, NANOGPT if nanogpt else "torch compile")):
-        half = {name: row for name, row in rows.items() if row.compile == compiled}
-        # What is compiled stays, unlike in release_all(): the reference is.
-        measure_rows(run, run.result["rows"], half, reference, build, figures, release)
+    # What is compiled stays, unlike in release_all(): the reference is.
+    reference = NANOGPT if nanogpt else "torch compile"
+    measure_rows(run, run.result["rows"], rows, reference, build, figures, release)
     run.result["rows"] = {name: run.result["rows"][name] for name in rows}
 
 
 def parse(argv):
-    parser = make_parser("gpt", __doc__, seconds=500)
+    parser = make_parser("gpt", __doc__, seconds=300)
     parser.add_argument("--tiny", action="store_true", help="a small model")
     help = "a checkout of karpathy/nanoGPT, whose model is executed and timed as well"
     parser.add_argument("--nanogpt", metavar="FOLDER", help=help)
@@ -228,7 +269,10 @@ def main(argv):
     print(f"gradients: worst {worst['name']}, error {worst['error']:.1e}, allowed {worst['allowed']:.1e}", flush=True)
     if nanogpt:
         run.result["losses"] = losses = run.attempt(functools.partial(compare_losses, config, batch, nanogpt))
-        text = losses["error"] or f"differ by {losses['largest_relative_difference']:.1e} at most"
+        text = losses["error"]
+        if text is None:
+            largest, mean = losses["largest_relative_difference"], losses["mean_relative_difference"]
+            text = f"differ by {mean:.1e} on average and {largest:.1e} at most"
         print(f"losses of nanoGPT and of ours in {COMPARED_STEPS} steps: {text}", flush=True)
         release(device)
     measure(run, config, batch, nanogpt)

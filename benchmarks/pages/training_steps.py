@@ -157,8 +157,12 @@ def gpt_section(rows):
     losses = rows["result"].iloc[0].get("losses", {})
     text = ""
     if losses.get("error", "") is None:
-        text = "The losses of {} steps are those of nanoGPT within {:.1e} of them, from the same weights and batches."
-        text = text.format(len(losses["ours"]), losses["largest_relative_difference"])
+        text = (
+            "From the same weights and batches, the losses of {} steps differ from nanoGPT's by {:.1e} of them on "
+            "average, and by {:.1e} at most."
+        )
+        differences = losses["mean_relative_difference"], losses["largest_relative_difference"]
+        text = text.format(len(losses["ours"]), *differences)
     return paragraphs(markdown(table), text, provenance(rows))
 
 
