@@ -41,6 +41,7 @@ SETTINGS = TINY | dict(
     warmup_iters=2, lr_decay_iters=12, learning_rate=1e-2, dropout=0.2, compile=False, device="cpu",
 )  # fmt: skip
 LETTERS = "abcdefghijklmnopqrstuvwxyz\x1b"
+interpreted = pytest.mark.skipif(not llama.INTERPRETED, reason="compiled kernels need a GPU")
 ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
 
 
@@ -342,7 +343,7 @@ def train_steps(steps, is_flat, dtype=torch.float32, count=1, compiled=False, cl
     return torch.stack(losses), model.state_dict(), optimizer.state_dict()["state"]
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("is_flat", [False, True])
@@ -355,7 +356,7 @@ def test_steps_are_those_of_pytorch(is_flat, count, compiled):
     torch.testing.assert_close(our_state, state, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("bias, dtype, compiled, calls", [
     (False, torch.float32, False, 2 * 4 + 1), (True, torch.float32, False, 1), (False, torch.float32, True, 1),
     (False, torch.bfloat16, False, 0),
@@ -375,7 +376,7 @@ def test_projections_write_their_gradients_where_the_optimizer_reads_them(monkey
     assert len(called) == calls * 2 * 2  # of each batch of each step
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("count", [1, 3])
 def test_steps_in_bf16_learn_as_those_under_autocast(count):
     """The interpreter multiplies no bf16: attention is PyTorch's."""
@@ -384,7 +385,7 @@ def test_steps_in_bf16_learn_as_those_under_autocast(count):
     assert {weight.dtype for weight in ours[1].values()} == {torch.float32} and ours[0][-1] < ours[0][0] - 0.5
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("fused_loss", [False, True])
 def test_gradients_of_bf16_weights_add_up_in_fp32(fused_loss):
     """A large one leaves room for small ones, which bf16 would lose."""
@@ -664,7 +665,7 @@ def test_checkpoints_of_nanogpt_and_for_it(run, trained):
 FLAT = dict(flat_adamw="on", fused_loss="on")
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_flat_adamw_resumes_with_the_same_bits(run, tmp_path, dtype):
     settings = FLAT | dict(dtype=dtype)
@@ -675,7 +676,7 @@ def test_flat_adamw_resumes_with_the_same_bits(run, tmp_path, dtype):
     assert_same_state(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("first, second", [("on", "off"), ("off", "on")])
 def test_checkpoints_of_one_adamw_are_the_others(run, tmp_path, whole, first, second):
     """Weights, moments and steps, in the order of AdamW's groups, and alike in their form."""
@@ -688,7 +689,7 @@ def test_checkpoints_of_one_adamw_are_the_others(run, tmp_path, whole, first, se
     assert [*ours["model"]] == [*theirs["model"]]
 
 
-@pytest.mark.triton
+@interpreted
 def test_checkpoints_of_flat_adamw_hold_each_tensor_alone(run, tmp_path):
     """A part of a flat buffer would bring all of it into the file."""
     run(**FLAT, max_iters=4)
@@ -697,7 +698,7 @@ def test_checkpoints_of_flat_adamw_hold_each_tensor_alone(run, tmp_path):
     assert all(t.untyped_storage().nbytes() == t.nbytes and t.dtype == torch.float32 for t in tensors)
 
 
-@pytest.mark.triton
+@interpreted
 def test_optimizers_of_other_models_are_refused(run, tmp_path):
     run(**FLAT, max_iters=4)
     state = torch.load(tmp_path / checkpoint.NAME, weights_only=True)
@@ -709,7 +710,7 @@ def test_optimizers_of_other_models_are_refused(run, tmp_path):
     assert "not those of this model" in run(code=2, **FLAT, init_from="resume")
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("settings, words", [
     (dict(flat_adamw="on", dtype="float16"), "flat_adamw=on: gradients in float16 have to be scaled: use flat_adamw="),
     (dict(fused_loss="on", dtype="float16"), "fused_loss=on: gradients of the logits are too small for float16"),
@@ -722,7 +723,7 @@ def test_settings_that_exclude_each_other(run, settings, words):
     assert words in run(code=2, **settings)
 
 
-@pytest.mark.triton
+@interpreted
 def test_flat_adamw_is_for_one_process(make_trainer, monkeypatch):
     with pytest.raises(UsageError, match="flat_adamw=on: DistributedDataParallel exchanges"):
         make_trainer(0, 2, flat_adamw="on")
@@ -751,7 +752,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", None)
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("dtype, count", [("float32", 1), ("bfloat16", 3)])
 def test_a_captured_run_has_the_bits_of_an_eager_one(run, tmp_path, graphs, dtype, count):
     """Resumed too: what the warm-up leaves in the gradients counts nowhere, nor what it draws for dropout."""
@@ -764,7 +765,7 @@ def test_a_captured_run_has_the_bits_of_an_eager_one(run, tmp_path, graphs, dtyp
         assert_same_state(tmp_path / "eager", tmp_path / name)
 
 
-@pytest.mark.triton
+@interpreted
 def test_a_loss_outlives_the_next_replay(make_trainer, graphs):
     trainer = make_trainer(**FLAT, graph="on", dropout=0.0)
     trainer.capture()
@@ -794,7 +795,7 @@ def test_a_capture_follows_a_warm_up_on_another_stream(monkeypatch):
     assert log == ["sync", *side, "sync", "graph begins", "work", "graph ends"]
 
 
-@pytest.mark.triton
+@interpreted
 def test_memory_may_end_in_a_capture(run, graphs, monkeypatch):
     """Whose end then fails as well, and hides why."""
 
@@ -808,13 +809,13 @@ def test_memory_may_end_in_a_capture(run, graphs, monkeypatch):
     assert "out of memory with batch_size=4" in run(code=2, **FLAT, graph="on")
 
 
-@pytest.mark.triton
+@interpreted
 def test_an_evaluation_alone_is_not_captured(run, trained, graphs, monkeypatch):
     monkeypatch.setattr(train, "capture", None)
     run(out_dir=trained, init_from="resume", eval_only=True, **FLAT, graph="on")
 
 
-@pytest.mark.triton
+@interpreted
 @pytest.mark.parametrize("changed, captured", [
     ({}, True), (dict(graph="off"), False), (dict(dropout=0.1), False), (dict(dropout=0.1, graph="on"), True),
     (dict(layer_norm="torch"), False), (dict(fused_loss="off"), False), (dict(gelu="torch"), True),
