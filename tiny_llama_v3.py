@@ -3366,10 +3366,11 @@ class FlatAdamW:
     @torch.no_grad()
     def collect_gradients(self, parameters):
         """Copy the gradients of these parameters that came from autograd into the flat buffer."""
-        for p in parameters:
-            if p.grad is not None and p.grad is not p.main_grad:
-                p.main_grad.copy_(p.grad)
-                p.grad = p.main_grad
+        others = [p for p in parameters if p.grad is not None and p.grad is not p.main_grad]
+        if others:  # in few launches for all
+            torch._foreach_copy_([p.main_grad for p in others], [p.grad for p in others])
+        for p in others:
+            p.grad = p.main_grad
 
     @torch.no_grad()
     def step(self):

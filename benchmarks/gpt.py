@@ -106,7 +106,7 @@ class Step:
             self.optimizer = self.raw_model.configure_optimizers(*rates, self.device.type)
         if row.flat_adamw:
             self.optimizer = GPTAdamW(self.raw_model, self.optimizer, self.in_bf16, settings.grad_clip)
-            self.run_pass = functools.partial(add_gradients, self.model)
+            self.run_pass = functools.partial(add_gradients, self.model, self.optimizer)
         else:
             self.model.parameters = self.raw_model.parameters  # which optimizer_step() clips
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
@@ -164,11 +164,10 @@ def gradients(config, row, batch, in_bf16):
     """Return {name: gradient} of a row."""
     step = captured(Step(row, config, batch, in_bf16=in_bf16))
     if row.flat_adamw:
-        step.optimizer.zero_grad()
         step.run_pass(*batch)
     else:
         with step.autocast():
-            add_gradients(step.model, *batch)
+            step.model(*batch)[1].backward()
     return {name: p.grad for name, p in step.raw_model.named_parameters()}
 
 

@@ -115,16 +115,6 @@ def with_our_optimizer(config, device):
     step = llama.TrainStep(config, device)
     step.optimizer = llama.FlatAdamW(config.learning_rate, config.use_amp)
     step.optimizer.own(step.model)
-    parameters = step.optimizer.parameters
-
-    def backward():
-        llama.TrainStep.backward(step)
-        with torch.no_grad():  # in one or two launches instead of one for each gradient
-            torch._foreach_copy_([p.main_grad for p in parameters], [p.grad for p in parameters])
-        for p in parameters:
-            p.grad = p.main_grad
-
-    step.backward = step.phases["backward"] = backward
     return step
 
 

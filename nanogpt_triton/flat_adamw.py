@@ -43,10 +43,15 @@ class GPTAdamW(llama.FlatAdamW):
         self.steps = [0] * len(self.parameters)
 
     def zero_grad(self):
-        """Let backward passes add to zeros, autograd too: all of them do the same, as one captured graph must."""
-        self.grad.zero_()
-        for p in self.parameters:
-            p.grad = p.main_grad
+        """Let the backward pass overwrite the gradients, or those of several micro-batches add to zeros.
+
+        Autograd adds as well. So all of them do the same, as one captured graph must.
+        """
+        super().zero_grad()
+        if self.accumulate > 1:
+            self.grad.zero_()
+            for p in self.parameters:
+                p.grad = p.main_grad
 
     def step(self):
         """Update all weights with the learning rate of param_groups."""

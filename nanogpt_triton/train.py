@@ -175,11 +175,17 @@ def preferred_attention(device, deterministic):
 # One iteration
 
 
-def add_gradients(model, inputs, targets):
-    """Run forward and backward of a batch, which adds to the gradients. Return its loss."""
+def add_gradients(model, optimizer, inputs, targets):
+    """Run forward and backward of a batch for a GPTAdamW. Return its loss.
+
+    Its gradients add to those of the other micro-batches, if there are any, else they are the gradients.
+    """
+    if optimizer.accumulate == 1:
+        optimizer.zero_grad()
     _, loss = model(inputs, targets)
     with torch.autograd.set_multithreading_enabled(False):  # handing over to autograd's thread takes time
         loss.backward()
+    optimizer.collect_gradients(optimizer.parameters)
     return loss.detach()
 
 
@@ -205,7 +211,7 @@ class CapturedPass:
     def __init__(self, model, optimizer, shape, device):
         self.inputs, self.targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         optimizer.zero_grad()  # the graph adds to what is .grad now; the next iteration begins with zeros again
-        self.replay, self.loss = capture(functools.partial(add_gradients, model, self.inputs, self.targets))
+        self.replay, self.loss = capture(functools.partial(add_gradients, model, optimizer, self.inputs, self.targets))
 
     def __call__(self, inputs, targets):
         """Return the loss of a batch."""
@@ -218,9 +224,10 @@ class CapturedPass:
 def flat_step(run_pass, optimizer, batches):
     """Call run_pass(inputs, targets) for the batches of a GPTAdamW's step, and update. Return the mean of its losses.
 
-    run_pass is add_gradients() of a model, or a CapturedPass.
+    run_pass is add_gradients() of a model and its optimizer, or a CapturedPass.
     """
-    optimizer.zero_grad()
+    if optimizer.accumulate > 1:
+        optimizer.zero_grad()
     total = 0.0
     for inputs, targets in batches:
         total = total + run_pass(inputs, targets)
@@ -336,7 +343,7 @@ class Trainer:
             self.model = torch.compile(self.model)
         # After the wrappers: FlatAdamW lets nobody change the model.
         self.optimizer = self.make_optimizer()
-        self.run_pass = functools.partial(add_gradients, self.model)  # of a flat_step()
+        self.run_pass = functools.partial(add_gradients, self.model, self.optimizer)  # of a flat_step()
         # FlatAdamW has the weights in the type of the products.
         needs_autocast = self.dtype != torch.float32 and not self.is_flat
         self.autocast = functools.partial(torch.autocast, device.type, self.dtype, enabled=needs_autocast)
