@@ -117,8 +117,12 @@ def trainings(folder):
 
 
 def restores_weights(world):
-    """Return whether weights that the processes share in halves, in bf16 and remainders, come back as they were."""
-    model = llama.TinyLlamaTriton(CONFIG, llama.OPERATIONS["torch"]).to(world.select_device(CONFIG.device).type)
+    """Return whether weights that the processes share in halves, in bf16 and remainders, come back as they were.
+
+    The boundary of the halves lies within a weight, of which each process has several blocks.
+    """
+    config = dataclasses.replace(CONFIG, hidden_dim=64, ffn_dim=llama.ADAMW_BLOCK // 8)
+    model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"]).to(world.select_device(config.device).type)
     given = [torch.randn_like(p) for p in model.parameters()]
     optimizer = distributed.ShardedAdamW(1e-3, low_precision=True, world=world)
     optimizer.own(model)
@@ -129,7 +133,7 @@ def restores_weights(world):
 def checks(world):
     """Return {what is wrong: the outcome of the check}."""
     config = dataclasses.replace(CONFIG, num_layers=1, impl="sdpa")
-    sharded = dataclasses.replace(config, impl="triton")
+    sharded = dataclasses.replace(config, impl="triton", batch_size=1, accumulate=2)
     correct, reduce = llama.OPERATIONS["sdpa"], distributed.reduce_scatter
     wrong = correct._replace(linear=lambda x, weight: 1.001 * correct.linear(x, weight))
     check = functools.partial(world.check, device=world.select_device(config.device))
