@@ -68,9 +68,9 @@ def test_markov_tokens_are_those_of_published_results(changes, digest):
 
 def test_training_takes_all_windows_of_the_first_nine_tenths(config, text):
     text.write_bytes(bytes(range(30)))
-    config, seen = dataclasses.replace(config, seq_len=2), set()
-    for tokens, targets in first_batches(config, 300):
-        assert tokens.shape == (2, 2) and tokens.dtype == torch.int64 and torch.equal(tokens[:, 1:], targets[:, :-1])
+    config, seen = dataclasses.replace(config, seq_len=2, accumulate=3), set()
+    for tokens, targets in first_batches(config, 100):
+        assert tokens.shape == (6, 2) and tokens.dtype == torch.int64 and torch.equal(tokens[:, 1:], targets[:, :-1])
         seen.update(map(tuple, torch.cat([tokens, targets[:, -1:]], dim=1).tolist()))
     # The last window ends with byte 26, and byte 27 is held out.
     assert seen == {(first, first + 1, first + 2) for first in range(25)}
