@@ -68,7 +68,7 @@ COLORS = {
     "SwiGLU": "#ff7f0e", "SwiGLU backward": "#ffbb78", "SwiGLU matrix product, naive": "#a63603",
     "SwiGLU and its product": "#fd8d3c",
     "RMSNorm": "#9467bd", "RMSNorm backward": "#c5b0d5",
-    "GELU": "#e6550d", "GELU backward": "#fdae6b",
+    "GELU": "#637939", "GELU backward": "#c3d68b",
     "LayerNorm": "#d62728", "LayerNorm backward": "#ff9896",
     "norm": "#8c564b", "norm backward": "#c49c94",
     "embedding": "#17becf", "embedding backward": "#9edae5", "cross-entropy": "#e377c2",
