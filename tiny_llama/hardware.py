@@ -223,9 +223,10 @@ def require_host_memory(config, device):
     The system may grant more than it has, and end the process when that is full.
     """
     weights = 4 * count_matrix_weights(config)
-    # A batch is an activation in fp32 on a CPU; on a GPU the host has its tokens only.
-    batch = config.tokens_per_micro_batch * (4 * config.hidden_dim if device.type == "cpu" else 8)
-    if max(weights, batch) > host_memory_bytes():
+    # The tokens of a step, and on a CPU an activation of a micro-batch in fp32.
+    tokens = 8 * config.tokens_per_step
+    activation = 4 * config.hidden_dim * config.tokens_per_micro_batch if device.type == "cpu" else 0
+    if max(weights, tokens, activation) > host_memory_bytes():
         raise MemoryError
 
 
@@ -347,7 +348,7 @@ def remedied(config, function, *arguments):
         return function(config, *arguments)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            sizes = "batch_size seq_len num_layers hidden_dim ffn_dim vocab_size".split()
+            sizes = "batch_size accumulate seq_len num_layers hidden_dim ffn_dim vocab_size".split()
             given = ", ".join(f"{llama.flag_of(name)} {getattr(config, name)}" for name in sizes)
             raise llama.UsageError(f"out of memory with {given}: lower one of them") from error
         if re.search(r"No working C\+\+ compiler|Failed to find C compiler", str(error)):

@@ -199,6 +199,7 @@ def test_model_tflops_are_what_torch_counts_without_the_masked_half_of_attention
     # 2^20 tokens of 1024 numbers in 4 bytes on a CPU, or 2^30 of 8 bytes each.
     (dict(hidden_dim=1024, num_layers=1, batch_size=2**12), "cpu", 2**32),
     (dict(hidden_dim=16, num_layers=1, num_heads=2, batch_size=2**22), "cuda", 2**33),
+    (dict(hidden_dim=16, num_layers=1, num_heads=2, batch_size=2**10, accumulate=2**12), "cpu", 2**33),
 ])  # fmt: skip
 def test_what_the_host_cannot_hold_is_refused_before_it_is_built(monkeypatch, changes, kind, n_bytes):
     for memory, outcome in ((n_bytes, contextlib.nullcontext()), (n_bytes - 1, pytest.raises(MemoryError))):
