@@ -3800,7 +3800,7 @@ def load_weights(model, config):
 
 
 def read_training(config):
-    """Return (steps done, {name: tensor} of the optimizer) of --resume; 0 and None without. UsageError if all are."""
+    """Return (steps done, {name: tensor} of the optimizer) of --resume, or (0, None); UsageError if none is left."""
     if config.resume is None:
         return 0, None
     done, tensors = companion("checkpoint", "--resume").read_training(config.resume, "--resume")
