@@ -393,9 +393,9 @@ def train(step, data, records):
 
     step is a TrainStep, data yields batches (tokens, targets).
     """
-    step.world.handle_signals(deferred=step.config.save is not None)
     loop = train_by_phase if step.config.timing == "phases" else train_in_one_go
-    loop(step, data, records)
+    with step.world.deferring_signals(step.config.save is not None):
+        loop(step, data, records)
 
 
 def train_by_phase(step, data, records):
@@ -764,11 +764,18 @@ class OneProcess:
 
     stop_requested = None  # the signal that did, of Ctrl-C and SIGTERM
 
-    def handle_signals(self, deferred=False):
-        """Have Ctrl-C and SIGTERM stop all processes together. They end a single one at once, unless deferred."""
-        if deferred:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.request_stop)
+    @contextlib.contextmanager
+    def deferring_signals(self, is_needed):
+        """Have Ctrl-C and SIGTERM stop all processes together. They end a single one at once, unless is_needed."""
+        if not is_needed:
+            yield
+            return
+        before = {number: signal.signal(number, self.request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def request_stop(self, number, frame):
         """Handle a signal: stop after this step, so that its weights can be saved. The second one does not wait."""
@@ -4049,12 +4056,16 @@ def train_and_report(config, world=None):
         if not isinstance(error, Stopped):
             step.run()  # of the one that was cut short, some weights have no gradient, and summarize() counts them
             is_whole = False
-    # Both immediately after the measured steps.
-    energy = meter and meter(dataclasses.replace(config, num_steps=config.num_steps - done), len(records))
-    gpu["busy"] = gpu_state(device)
-    summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu, "energy": energy}
-    exit_code = exit_code or (1 if summary["diverged"] else 0)
-    unsaved = keep_model(step, done + len(records), summary["diverged"], is_whole) if config.save is not None else None
+    must_save, unsaved = config.save is not None, None
+    with world.deferring_signals(must_save):
+        # Both immediately after the measured steps.
+        energy = meter and meter(dataclasses.replace(config, num_steps=config.num_steps - done), len(records))
+        gpu["busy"] = gpu_state(device)
+        summary = summarize(step, records) | {"warmup_seconds": warmup_seconds, "gpu": gpu, "energy": energy}
+        exit_code = exit_code or (1 if summary["diverged"] else 0)
+        if must_save:
+            unsaved = keep_model(step, done + len(records), summary["diverged"], is_whole)
+            exit_code = exit_code or (130 if world.must_stop() else 0)
     if summary["entropy"] is None and not exit_code:  # of a file
         try:
             summary |= companion("data").evaluate(step)

@@ -13,6 +13,7 @@ import gc
 import os
 import platform
 import re
+import signal
 import statistics
 import sys
 import time
@@ -122,9 +123,16 @@ class World(llama.OneProcess):
         """Average a list of numbers over the processes, added in the order of their ranks."""
         return [statistics.fmean(column) for column in zip(*self.gather(values), strict=True)]
 
-    def handle_signals(self, deferred=True):
+    def handle_signals(self):
         """From now on, Ctrl-C and SIGTERM only ask for all processes to stop, because they come in different steps."""
-        super().handle_signals(deferred=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.request_stop)
+
+    @contextlib.contextmanager
+    def deferring_signals(self, is_needed):
+        """Handle signals from now on: no process may end before the others, whatever they do after the training."""
+        self.handle_signals()
+        yield
 
     def request_stop(self, number, frame):
         """Handle a signal. A launcher sends several."""

@@ -171,10 +171,13 @@ def stop_after(monkeypatch, number):
 
 @pytest.fixture(autouse=True)
 def own_signals():
+    """A program that calls the script, such as a notebook, has its own handlers back, however the run has ended."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
+    after = {number: signal.getsignal(number) for number in before}
     for number, handler in before.items():
         signal.signal(number, handler)
+    assert after == before
 
 
 RUNS = {
@@ -253,6 +256,20 @@ def test_a_diverged_run_replaces_no_model(cli, tmp_path, timing):
     code, _, out = cli("--resume", good, "--num-steps", 9, "--learning-rate", 1e30)
     assert code == 1 and "Not saved, as the run diverged" in out
     assert (good / "model.safetensors").read_bytes() == before
+
+
+def test_a_signal_waits_for_the_model_to_be_saved(cli, monkeypatch, tmp_path):
+    """And ends the run then, which is not evaluated any more."""
+    write = checkpoint.write
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", interrupted)
+    code, losses, out = cli("--impl", "sdpa", "--save", tmp_path / "model")
+    assert code == 130 and len(losses) == 6 and "Results: " in out
+    assert checkpoint.read_training(tmp_path / "model", "--resume")[0] == 6
 
 
 def test_a_second_signal_ends_a_step_at_once(cli, monkeypatch, tmp_path):
