@@ -2760,7 +2760,9 @@ def cross_entropy_kernel(
     gradient_scale,
     ignore_index,
     N_COLS: tl.constexpr,
+    LOOP_COLS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    REST_SIZE: tl.constexpr,
 ):
     """loss = logsumexp(logits) - logits[target];  gradient = (softmax(logits) - onehot(target)) * gradient_scale.
 
@@ -2779,66 +2781,46 @@ def cross_entropy_kernel(
     # 0 for an ignored row, NaN for a target that does not exist: wrong data must show.
     scale = tl.where(counts, tl.where(in_range, scale, float("nan")), 0.0)
     target_logit = load(row_ptr + target, in_range, float("nan"))
-    # Loads of 16 bytes need a mask that is the same for 8 neighbors in bf16. The last columns, fewer than 8, are a tile
-    # of their own: with a mask that ends at column 50,257, say, each element would be loaded by itself.
-    EVEN_COLS: tl.constexpr = N_COLS // 8 * 8
-    HAS_LAST: tl.constexpr = N_COLS != EVEN_COLS
-    last_cols = EVEN_COLS + tl.arange(0, 8)
-    if HAS_LAST:
-        last_logits = load(row_ptr + last_cols, last_cols < N_COLS, float("-inf"))
-    if BLOCK_SIZE >= N_COLS:
-        # The row fits: it is read once and stays in registers, (BLOCK_SIZE,).
-        cols = tl.arange(0, BLOCK_SIZE)
-        logits = load(row_ptr + cols, cols < EVEN_COLS, float("-inf"))
-        maximum = tl.max(logits, axis=0)
-        if HAS_LAST:
-            maximum = tl.maximum(maximum, tl.max(last_logits, axis=0))
-        exponentials = tl.exp2((logits - maximum) * LOG2_E)
-        total = tl.sum(exponentials, axis=0)
-        if HAS_LAST:
-            last_exponentials = tl.exp2((last_logits - maximum) * LOG2_E)
-            total += tl.sum(last_exponentials, axis=0)
-        # In fp32, because p - 1 cancels in bf16.
-        gradient = (exponentials / total - tl.where(cols == target, 1.0, 0.0)) * scale
-        store(row_ptr + cols, gradient, cols < EVEN_COLS)
-    else:
-        # First pass: maximum and sum, of which each group of LANES columns keeps its own until the end.
-        maxima = tl.full([BLOCK_SIZE // LANES], float("-inf"), tl.float32)
-        totals = tl.zeros([BLOCK_SIZE // LANES], tl.float32)
-        for start in range(0, EVEN_COLS, BLOCK_SIZE):
-            cols = start + tl.arange(0, BLOCK_SIZE)
-            logits = load(row_ptr + cols, cols < EVEN_COLS, float("-inf")).reshape(BLOCK_SIZE // LANES, LANES)
-            # A running maximum and sum for each group, as in attention.
-            new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
-            # A group of nothing but -inf has no maximum: -inf - -inf would be NaN.
-            shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
-            exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
-            totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
-            maxima = new_maxima
-        # All groups are brought to the one maximum of the row, and added.
-        maximum = tl.max(maxima, axis=0)
-        if HAS_LAST:
-            maximum = tl.maximum(maximum, tl.max(last_logits, axis=0))
-        total = tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)
-        if HAS_LAST:
-            last_exponentials = tl.exp2((last_logits - maximum) * LOG2_E)
-            total += tl.sum(last_exponentials, axis=0)
-        inverse_total = 1.0 / total
-        # Second pass: the gradient, from the end of the row, which is still in the cache.
-        LAST_START: tl.constexpr = (EVEN_COLS - 1) // BLOCK_SIZE * BLOCK_SIZE
-        for start in range(0, EVEN_COLS, BLOCK_SIZE):
-            cols = LAST_START - start + tl.arange(0, BLOCK_SIZE)
-            mask = cols < EVEN_COLS
-            # These are not read again soon, and must not evict what this loop has yet to read.
-            logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-            # exp(logits - log_sum) would be shorter, but would inherit the rounding error of a large log_sum.
-            probabilities = tl.exp2((logits.to(tl.float32) - maximum) * LOG2_E) * inverse_total
-            gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
-            gradient = gradient.to(logits_ptr.dtype.element_ty)
-            tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
-    if HAS_LAST:
-        gradient = (last_exponentials / total - tl.where(last_cols == target, 1.0, 0.0)) * scale
-        store(row_ptr + last_cols, gradient, last_cols < N_COLS)
+    # First pass: maximum and sum, of which each group of LANES columns keeps its own until the end.
+    maxima = tl.full([BLOCK_SIZE // LANES], float("-inf"), tl.float32)
+    totals = tl.zeros([BLOCK_SIZE // LANES], tl.float32)
+    for start in range(0, LOOP_COLS, BLOCK_SIZE):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        logits = load(row_ptr + cols, cols < LOOP_COLS, float("-inf")).reshape(BLOCK_SIZE // LANES, LANES)
+        # A running maximum and sum for each group, as in attention.
+        new_maxima = tl.maximum(maxima, tl.max(logits, axis=1))
+        # A group of nothing but -inf has no maximum: -inf - -inf would be NaN.
+        shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
+        exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
+        totals = totals * tl.exp2((maxima - shift) * LOG2_E) + tl.sum(exponentials, axis=1)
+        maxima = new_maxima
+    # All groups are brought to the one maximum of the row, and added.
+    maximum = tl.max(maxima, axis=0)
+    if N_COLS > LOOP_COLS:  # the rest is read once and stays in registers, (REST_SIZE,)
+        rest_cols = LOOP_COLS + tl.arange(0, REST_SIZE)
+        rest_logits = load(row_ptr + rest_cols, rest_cols < N_COLS, float("-inf"))
+        maximum = tl.maximum(maximum, tl.max(rest_logits, axis=0))
+    total = tl.sum(totals * tl.exp2((maxima - maximum) * LOG2_E), axis=0)
+    if N_COLS > LOOP_COLS:
+        rest_exponentials = tl.exp2((rest_logits - maximum) * LOG2_E)
+        total += tl.sum(rest_exponentials, axis=0)
+    inverse_total = 1.0 / total
+    # Second pass: the gradient, from the end of the row, which is still in the cache. In fp32, because p - 1 cancels in
+    # bf16.
+    if N_COLS > LOOP_COLS:
+        rest_gradient = (rest_exponentials * inverse_total - tl.where(rest_cols == target, 1.0, 0.0)) * scale
+        store(row_ptr + rest_cols, rest_gradient, rest_cols < N_COLS)
+    LAST_START: tl.constexpr = (LOOP_COLS - 1) // BLOCK_SIZE * BLOCK_SIZE
+    for start in range(0, LOOP_COLS, BLOCK_SIZE):
+        cols = LAST_START - start + tl.arange(0, BLOCK_SIZE)
+        mask = cols < LOOP_COLS
+        # These are not read again soon, and must not evict what this loop has yet to read.
+        logits = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+        # exp(logits - log_sum) would be shorter, but would inherit the rounding error of a large log_sum.
+        probabilities = tl.exp2((logits.to(tl.float32) - maximum) * LOG2_E) * inverse_total
+        gradient = (probabilities - tl.where(cols == target, 1.0, 0.0)) * scale
+        gradient = gradient.to(logits_ptr.dtype.element_ty)
+        tl.store(row_ptr + cols, gradient, mask=mask, eviction_policy="evict_first")
     # log(sum(exp(x))) = maximum + log(sum(exp(x - maximum))); log2(t) / log2(e) is ln(t).
     loss = tl.where(counts, maximum - target_logit + tl.log2(total) / LOG2_E, 0.0)
     tl.store(loss_ptr + tl.program_id(0), loss)
@@ -2871,10 +2853,27 @@ def scale_kernel(
             store(ptrs, load(ptrs, cols < n_cols) * factor, cols < n_cols)
 
 
-CROSS_ENTROPY_BLOCK = 8192  # columns; a quarter takes 1.2 times as long
-CROSS_ENTROPY_PER_THREAD = 16  # 32 take 1.05 times as long, 8 1.6 times
 SCALE_BLOCK = 4096  # columns
 SCALE_PROGRAMS = 8  # for each multiprocessor
+
+
+@functools.cache
+def cross_entropy_tiles(n_cols):
+    """Return how a program divides a row: the columns of its loops, their block, the tile of the rest, and its threads.
+
+    Measured on an H200: the longer a row, the larger its blocks. Columns that are masked take time too, and GPT-2's row
+    would leave six sevenths of its last block empty. So a small rest is a tile of its own; a large one would take the
+    registers of other programs. Loads of 16 bytes need a mask that is the same for 8 neighbors in bf16: the loops end
+    at a multiple of 8.
+    """
+    size = next_power_of_2(n_cols)
+    if size <= 4096 and n_cols % 8 == 0:
+        return 0, 8, size, max(128, size // 16)
+    block = min(max(8, size), max(4096, min(size // 8, 16384)))
+    rest = n_cols % block
+    if rest > block // 2:
+        rest = n_cols % 8
+    return n_cols - rest, block, next_power_of_2(max(1, rest)), max(128, min(block // 8, 1024))
 
 
 def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
@@ -2883,10 +2882,10 @@ def cross_entropy_(logits, targets, gradient_scale, ignore_index=-100):
     # One program a row, however long: losses need no partial sums.
     n_rows, n_cols = logits.shape
     losses = logits.new_empty(2, n_rows, dtype=torch.float32)
-    block_size = min(next_power_of_2(n_cols), CROSS_ENTROPY_BLOCK * (1 if n_cols <= 65536 else 2))
-    warps = max(128, block_size // CROSS_ENTROPY_PER_THREAD) // get_gpu(logits.device.type).warp_size
+    loop_cols, block_size, rest_size, threads = cross_entropy_tiles(n_cols)
     scalars = logits.stride(0), gradient_scale, ignore_index
-    constants = dict(N_COLS=n_cols, BLOCK_SIZE=block_size)
+    constants = dict(N_COLS=n_cols, LOOP_COLS=loop_cols, BLOCK_SIZE=block_size, REST_SIZE=rest_size)
+    warps = threads // get_gpu(logits.device.type).warp_size
     launch(cross_entropy_kernel, (n_rows,), (logits, targets, losses), scalars, constants, num_warps=warps)
     return losses
 

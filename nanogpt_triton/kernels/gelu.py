@@ -18,7 +18,7 @@ from nanogpt_triton.kernels.operators import (
 from tiny_llama_v3 import LOG2_E, cdiv, get_gpu, jit, load, store, tl
 
 BLOCK = 1024  # elements of a program
-PER_THREAD = 8  # of them; in bf16 a load of 16 bytes
+PER_THREAD, BACKWARD_PER_THREAD = 16, 8  # of them; in bf16 a load has 8. Measured on an H200
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -78,9 +78,9 @@ def gelu_backward_kernel(
 # Operators
 
 
-def launch_elementwise(kernel, tensors):
+def launch_elementwise(kernel, tensors, per_thread):
     """Launch a kernel on contiguous tensors with as many elements each."""
-    n_elements, threads = tensors[0].numel(), BLOCK // PER_THREAD
+    n_elements, threads = tensors[0].numel(), BLOCK // per_thread
     warps = threads // get_gpu(tensors[0].device.type).warp_size
     launch(kernel, (cdiv(n_elements, BLOCK),), tensors, (n_elements,), dict(BLOCK_SIZE=BLOCK), num_warps=warps)
 
@@ -94,7 +94,7 @@ def like(x, *_):
 def gelu_operator(x: Tensor) -> Tensor:
     """x (...) -> y (...)"""
     y = like(x)
-    launch_elementwise(wrap_triton(gelu_kernel), (x.contiguous(), y))
+    launch_elementwise(wrap_triton(gelu_kernel), (x.contiguous(), y), PER_THREAD)
     return y
 
 
@@ -102,7 +102,8 @@ def gelu_operator(x: Tensor) -> Tensor:
 def gelu_backward_operator(y_grad: Tensor, x: Tensor) -> Tensor:
     """y_grad, x (...) -> x_grad (...)"""
     x_grad = like(x)
-    launch_elementwise(wrap_triton(gelu_backward_kernel), (y_grad.contiguous(), x.contiguous(), x_grad))
+    tensors = y_grad.contiguous(), x.contiguous(), x_grad
+    launch_elementwise(wrap_triton(gelu_backward_kernel), tensors, BACKWARD_PER_THREAD)
     return x_grad
 
 
