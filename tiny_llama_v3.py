@@ -2871,7 +2871,7 @@ def cross_entropy_tiles(n_cols):
         return 0, 8, size, max(128, size // 16)
     block = min(max(8, size), max(4096, min(size // 8, 16384)))
     rest = n_cols % block
-    if rest > block // 2:
+    if next_power_of_2(rest) > max(4096, block // 2):
         rest = n_cols % 8
     return n_cols - rest, block, next_power_of_2(max(1, rest)), max(128, min(block // 8, 1024))
 
