@@ -1,6 +1,6 @@
 """Train a model on a text for minutes, with our kernels and then with PyTorch: the losses, the speed, what it learnt.
 
-    python -m benchmarks.training --data FILE                     540 s with our kernels, then 150 s with PyTorch
+    python -m benchmarks.training --data FILE                     480 s with our kernels, then 120 s with PyTorch
     python -m benchmarks.training --data FILE --save FOLDER       keep the trained model
     python -m benchmarks.training --data FILE --tiny              a small model for seconds, also on a CPU
 
@@ -49,7 +49,7 @@ MODELS = {
     TINY: SIZES[TINY] | dict(vocab_size=256),
 }
 TRAINING = dict(learning_rate=1e-3, schedule="cosine", warmup_fraction=0.05, clip=1.0, seed=42)
-SECONDS = {"seconds": (540.0, 2.0), "peer_seconds": (150.0, 1.0)}  # without and with --tiny
+SECONDS = {"seconds": (480.0, 2.0), "peer_seconds": (120.0, 1.0)}  # without and with --tiny
 MOST_POINTS = 400  # of a curve
 PROGRESS_SECONDS = 10
 FIRST_STEPS = 100  # in which only rounding tells two runs apart
