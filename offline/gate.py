@@ -73,7 +73,8 @@ def tile_of(launch):
     constants, options = launch.named_constants, dict(launch.options)
     sizes = {"BLOCK_M": "m", "BLOCK_N": "n", "BLOCK_ROWS": "rows", "BLOCK_TOKENS": "tokens", "BLOCK_COLS": "cols"}
     words = [f"{constants[name]} {word}" for name, word in sizes.items() if name in constants]
-    words += [f"{constants['BLOCK_SIZE']} elements"] if "BLOCK_SIZE" in constants else []
+    blocks = [constants[name] for name in ("BLOCK_SIZE", "REST_SIZE") if name in constants]
+    words += [f"{max(blocks)} elements"] if blocks else []
     words += [f"head {constants['HEAD_DIM']}"] if "HEAD_DIM" in constants else []
     return ", ".join([*words, f"{options['num_warps']} warps"])
 
