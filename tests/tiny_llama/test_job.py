@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -43,7 +44,11 @@ class Cluster:
 
     def sbatch(self, *arguments, job=JOB, **env):
         submitted = self.submit(*arguments, job=job, **env)
-        stdout, stderr = submitted.communicate(timeout=300)
+        try:
+            stdout, stderr = submitted.communicate(timeout=300)
+        except subprocess.TimeoutExpired:  # srun ends its tasks
+            os.killpg(submitted.pid, signal.SIGTERM)
+            raise
         print(stdout, stderr)
         return subprocess.CompletedProcess(submitted.args, submitted.returncode, stdout, stderr)
 
