@@ -11,7 +11,8 @@
     python tiny_llama_v3.py --stage 4                  a mistake of the workshop (--list-stages lists them)
     torchrun --standalone --nproc_per_node=4 tiny_llama_v3.py --use-amp --graph
 
-A run prints one line per step and a summary, and writes both to a JSON file whose path it prints last.
+A run prints a line per step, beyond the 50th every ten steps, and a summary. Both go to a JSON file, with every step,
+whose path it prints last.
 The file needs torch, triton and numpy, and runs without the rest of the project. The modules in tiny_llama/ add groups
 of layers, which take the host less time, kernels for Hopper, and what only some runs need: data to learn, several
 processes, FP8, saved models, profiles, an audit of gradients, peaks and sensors of GPUs, notes about flags.
@@ -382,6 +383,7 @@ def stage_flags(stage):
 # What was measured of one step; times in ms, host_ms until the host had issued the whole step. phase_ms is {} where
 # phases are not timed, and grad_norm None where it is not computed.
 StepRecord = collections.namedtuple("StepRecord", "loss batch_ms host_ms phase_ms grad_norm")
+PRINTED_STEPS = 50  # have a line each, and those beyond one in ten
 
 
 class Stopped(KeyboardInterrupt):
@@ -471,13 +473,16 @@ def train_in_one_go(step, data, records):
 
 
 def keep_record(record, records, step):
-    """Append a StepRecord, print its line, and return whether it is finite."""
+    """Append a StepRecord, print its line where its step has one, and return whether it is finite."""
     records.append(record)
     config, number = step.config, step.first + len(records)
+    is_finite = divergence([record]) is None
+    if is_finite and number > PRINTED_STEPS and number % 10 and number < config.num_steps:
+        return True
     norm = "" if record.grad_norm is None else f" | norm {record.grad_norm:.3f}"
     rate = f"{record.batch_ms:.2f} ms | {config.tokens_per_step / record.batch_ms * 1e3:,.0f} tok/s"
     print(f"step {number:4d}/{config.num_steps} | loss {record.loss:.4f}{norm} | {rate}", flush=True)
-    return divergence([record]) is None
+    return is_finite
 
 
 def ms_since(start):

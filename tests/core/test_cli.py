@@ -405,6 +405,15 @@ def test_run_whose_gradient_is_not_finite(cli, after_call, timing, bad, seen, va
     assert ("Final loss: nan" in run.out) == (quantity == "loss") == (summary["final_loss"] is None)
 
 
+@pytest.mark.parametrize("bad, printed", [(None, [*range(1, 51), 60, 70, 73]), (57, [*range(1, 51), 57])])
+def test_a_long_run_prints_every_tenth_step_and_the_last(cli, after_call, bad, printed):
+    if bad:
+        after_call(1 + bad, "backward", lambda step: step.model.norm.weight.grad[0].fill_(math.nan))
+    run = cli("--num-steps", 73, "--impl", "torch")
+    assert [int(number) for number in re.findall(r"^step +(\d+)/73 ", run.out, re.M)] == printed
+    assert len(run.result["steps"]) == printed[-1]
+
+
 # --- requests that cannot be met
 
 
