@@ -73,15 +73,25 @@ FIGURES = {  # {row: its text from the figures of a run}
     "mean / median": figure("mean_over_median"),
     "peak memory, MiB": figure("peak_memory_mib"),
 }
-NOTES = (
-    "speed / previous: from stage 6 on, the previous stage is stage 5. Both ratios compare median steps; the speed is "
-    "that of all steps together.",
-    "same: the same operations ran, or the medians differ by no more than the spread of the steps and of processes "
-    "that do the same work. host: the same operations ran, but the host took longer to launch them. too few: fewer "
-    f"than {LEAST_TIMES} steps.",
-    "SwiGLU kernel: one call of swiglu_kernel, which also multiplies (stages 1 to 4), or of swiglu_activation_kernel.",
-    "phases / step: the median share of forward, backward and optimizer in their step.",
-)
+RATIOS = ["speed / previous", "speed / baseline"]
+NOTES = {  # {row, or word in the place of a ratio: what it means}
+    "speed, samples/s": "speed: that of all steps together.",
+    "speed / previous": "speed / previous: the ratio of median steps; what follows stage 5 is compared with stage 5.",
+    "speed / baseline": "speed / baseline: the ratio of median steps.",
+    "same": "same: the same operations ran, or the medians differ by no more than the spread of the steps and of "
+    "processes that do the same work.",
+    "host": "host: the same operations ran, but the host took longer to launch them.",
+    "too few": f"too few: fewer than {LEAST_TIMES} steps.",
+    "SwiGLU kernel, us": "SwiGLU kernel: one call of swiglu_kernel, which also multiplies (stages 1 to 4), or of "
+    "swiglu_activation_kernel.",
+    "phases / step": "phases / step: the median share of forward, backward and optimizer in their step.",
+}
+
+
+def notes_of(*tables):
+    """Return the NOTES about the rows and words that these tables of table_of() have."""
+    shown = {name for table in tables for name in (*table.index, *table.reindex(RATIOS).to_numpy().flat)}
+    return [note for name, note in NOTES.items() if name in shown]
 
 
 def table_of(summary):
@@ -118,19 +128,19 @@ def newest_replays(folder):
 @of_each_device("stages", "")
 def stages_section(rows):
     """Show the table of the newest replay of each setting."""
-    texts = []
+    texts, tables = [], []
     for _, replay in newest_of_settings(rows).groupby("file", sort=False):
         summary = replay["result"].iloc[0]
         table = table_of(summary)
         if len(table.columns) > 1:
             table = table[table.nunique(axis="columns") > 1]  # what all runs share teaches nothing about one
-        table = table.reset_index(names="")
+        tables.append(table)
         texts += [
             f"**{sizes(summary)}**, {summary['config']['num_steps']} steps: `{summary['command']}`",
-            markdown(table),
+            markdown(table.reset_index(names="")),
             provenance(replay),
         ]
-    return paragraphs(*texts, "\n".join(f"- {note}" for note in NOTES))
+    return paragraphs(*texts, "\n".join(f"- {note}" for note in notes_of(*tables)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -58,12 +59,14 @@ SCRIPT = ROOT / "tiny_llama_v3.py"
 PROGRAM = "run_all_stages.sh"
 HISTORY = range(1, 6)
 SIZES = "--batch-size 8 --seq-len 128 --num-steps 20"
+# One step: a CPU shows the first loss and the gradients, and no times.
 LAPTOP_SIZES = (
-    "--device cpu --batch-size 1 --seq-len 16 --num-steps 4 --warmup-steps 1 --hidden-dim 64 --num-layers 2 "
+    "--device cpu --batch-size 1 --seq-len 16 --num-steps 1 --warmup-steps 0 --hidden-dim 64 --num-layers 2 "
     "--num-heads 4 --ffn-dim 256 --vocab-size 128"
 )
 LAPTOP_STAGES = 1, 5, 6  # whose signs a CPU can show
 LOG_TAIL = 8  # lines of a failed run's log that are shown
+PROGRESS_SECONDS = 10  # between two lines about a run
 WRITTEN = "stage*", "baseline*", "summary.*", "report.html"
 
 
@@ -132,13 +135,29 @@ def write_kernels(recording, path):
         table.to_csv(file, index=False)
 
 
+def wait_for(process, log_path):
+    """Return the exit status of a process; now and then, print how long it has run and the last line of its log."""
+    start = time.monotonic()
+    while True:
+        try:
+            return process.wait(PROGRESS_SECONDS)
+        except subprocess.TimeoutExpired:
+            *_, last = log_path.read_text(errors="replace").strip().splitlines()  # the first is the command
+            print("     ", textwrap.shorten(f"{time.monotonic() - start:.0f} s: {last}", 90), flush=True)
+
+
 def execute(run, output):
     """Run a command, and move its results into the folder output. RuntimeError if it fails."""
     log_path = output / f"{run.name}_output.log"
     with tempfile.TemporaryDirectory(prefix=".work-", dir=output) as work, open(log_path, "w") as log:
         words = [word.replace(FOLDER, work) for word in run.command]
         print(f"$ {shlex.join(words)}", file=log, flush=True)
-        status = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT) as process:
+            try:
+                status = wait_for(process, log_path)
+            except KeyboardInterrupt:
+                process.kill()
+                raise
         # The result is kept also if the process failed afterwards, in its profile.
         written = next(Path(work).glob("*.json"), None)
         if written:

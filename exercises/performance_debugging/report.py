@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 
 import tiny_llama_v3 as llama
-from benchmarks.pages.replays import NOTES, sizes, table_of
+from benchmarks.pages.replays import measured_stages, notes_of, sizes, table_of
 from exercises.performance_debugging.evidence import sources
 from exercises.performance_debugging.results import OPTIMIZED, short_title
 from measure import drawing
@@ -23,17 +23,13 @@ from measure.tables import number, percent
 
 EXCERPT = 8  # lines of the script at most
 MARKS = {True: "symptom seen", False: "does not show", None: "not measured"}
-LAPTOP = (
-    "Measured on this CPU: a tiny model, in Triton's interpreter where Triton is installed. Its times say nothing "
-    "about the kernels on a GPU."
-)
 TITLE = "The phases, inside the outline of the median step (and p20 – p80)"
 PHASES = {"forward": Filling(BLUE), "backward": Filling(RED, "////"), "optimizer": Filling(GREEN, "----")}
 
 
 LESSONS = {  # {stage: (symptom, as a participant notices it; fix)}
     1: (
-        "The first loss is in the hundreds, where a model that knows nothing should begin at ln(vocab).",
+        "The first loss is about the hidden size, where a model that knows nothing should begin at ln(vocab).",
         "init_weights draws every matrix from N(0, 0.02), and less for the layers that add to the residual stream. In "
         "a model with a tied head it counts twice: for what comes in and for what goes out.",
     ),
@@ -54,8 +50,8 @@ LESSONS = {  # {stage: (symptom, as a participant notices it; fix)}
     ),
     5: (
         "None: the first loss is ln(vocab), the phases add up, and every weight receives a gradient.",
-        "Nothing left to mend by a flag. The comparison counts because the gradients agree (--check), and because "
-        "plain PyTorch was measured in the same replay, on the same data, from the same weights.",
+        "Nothing left to mend by a flag. Compare the gradients with plain PyTorch's (--check) before you compare "
+        "speeds, and compare those of one replay, on the same data, from the same weights.",
     ),
     6: (
         "The first loss shows nothing, but backward is many times faster than in stage 5.",
@@ -147,6 +143,15 @@ def setting(summary):
     )
 
 
+def laptop_note(summary):
+    """Return what to know of the figures of a replay with --laptop, and nothing of another one."""
+    if not summary["laptop"]:
+        return ""
+    kernels = any(stage["implementation"] == "triton" for stage in measured_stages(summary).values())
+    where = "in Triton's interpreter" if kernels else "by plain PyTorch, as Triton is not installed"
+    return f"Measured on this CPU, {where}. Its times say nothing about the kernels on a GPU."
+
+
 def texts(summary):
     """Return {name: text} of the report and its short forms, from the templates beside this file."""
     environment = jinja2.Environment(
@@ -155,6 +160,7 @@ def texts(summary):
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    table = table_of(summary)
     context = {
         "summary": summary,
         "setting": setting(summary),
@@ -168,9 +174,9 @@ def texts(summary):
         },
         "title": TITLE,
         "colors": drawing.css(),
-        "laptop": LAPTOP if summary["laptop"] else "",
-        "table": table_of(summary),
-        "notes": NOTES,
+        "laptop": laptop_note(summary),
+        "table": table,
+        "notes": notes_of(table),
     }
     names = "summary.md", "report.html", "console.txt"
     return {name: environment.get_template(f"{name}.jinja").render(context) for name in names}

@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 import tiny_llama_v3 as llama
+from benchmarks.pages.replays import NOTES
 from exercises.performance_debugging import evidence, report
 from exercises.performance_debugging.evidence import Replay
 from measure import drawing
-from tests.workshop.summaries import SIGNS, gpu_summary, laptop_summary, taking
+from tests.workshop.summaries import SIGNS, cpu_summary, gpu_summary, laptop_summary, taking
 
 SCRIPT = Path(llama.__file__).read_text().splitlines()
 
@@ -80,6 +81,25 @@ def test_a_laptop_s_report_says_what_was_recorded_and_where():
     assert re.findall("<strong>(Recorded .*)</strong></figcaption>", page) == [
         f"R{there[1:]}".replace("fp32", precision) for precision in ("bf16", "fp32")
     ]
+
+
+@pytest.mark.parametrize("summary", [
+    gpu_summary(SIGNS), gpu_summary({7: {"host_ms": 6.9} | taking(7.0)}, baseline=None),
+    gpu_summary({8: taking(1.0, 1.0, 1.0)}), cpu_summary("torch"), cpu_summary("triton", laptop=True), laptop_summary(gpu_summary(SIGNS)),
+], ids=["gpu", "host", "too few", "torch", "alone", "laptop"])  # fmt: skip
+def test_a_report_explains_what_it_has_and_nothing_else(summary):
+    shown = report.texts(summary)
+    table, _, rest = shown["summary.md"].partition("\n\n- ")
+    cells = {cell.strip() for line in table.splitlines() for cell in line.split("|")}
+    assert {name for name, note in NOTES.items() if note in rest} == cells & NOTES.keys() != set()
+    assert {name for name, note in NOTES.items() if note in shown["report.html"]} == cells & NOTES.keys()
+    page = html.unescape(shown["report.html"])
+    assert ("recorded on a GPU says so" in page) == bool(summary.get("recorded"))
+    assert ("Measured on this CPU, in Triton's interpreter" in page) == summary["laptop"]
+    if summary["environment"]["arch"] == "cpu":
+        (severed,) = (seen for seen in summary["observations"] if seen["stage"] == 6)
+        assert " ms where " not in severed["text"] and "hundreds" not in page
+        assert ("baseline" in page) == (summary["baseline"] is not None)
 
 
 # --- the page

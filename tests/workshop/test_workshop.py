@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -91,6 +92,7 @@ def test_a_laptop_runs_on_its_cpu_and_in_the_interpreter(planned, monkeypatch):
         config = config_of(command)
         assert "TRITON_INTERPRET=1" in command and config.device == "cpu" and config.profile is None
         assert (config.impl, config.hidden_dim) == ("triton", 64)
+        assert (config.num_steps, config.warmup_steps) == (1, 0)  # the naive kernel takes minutes for more
 
 
 @pytest.mark.parametrize("argv, named", [
@@ -152,6 +154,25 @@ def test_a_failing_run_is_told_and_the_others_go_on(capsys, tmp_path):
     logs = [f"stage{number}_output.log" for number in (1, 2, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {*logs, "stage3.json"}
     assert "reading\n" in (tmp_path / logs[0]).read_text()
+
+
+def test_a_long_run_shows_the_last_line_of_its_log(capsys, tmp_path):
+    log = tmp_path / "log"
+    log.write_text("$ command\n")
+    said = iter(["", "warm-up 1/1\nstep    1/4 | loss 7\n", f"step    2/4 {'x ' * 99}\n\n"])
+
+    def wait(seconds):
+        assert seconds == replay.PROGRESS_SECONDS
+        with open(log, "a") as file:
+            if (text := next(said, None)) is None:
+                return 3
+            file.write(text)
+        raise subprocess.TimeoutExpired("command", seconds)
+
+    assert replay.wait_for(SimpleNamespace(wait=wait), log) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" s: ")[2][:16] for line in lines] == ["$ command", "step 1/4 | loss ", "step 2/4 x x x x"]
+    assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize("ends, told", [("; raise SystemExit('no profile')", "no profile"), ("", "holds no kernel")])
