@@ -26,6 +26,7 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks.pages import publish
+from exercises import check
 from exercises.check import EXERCISES, JUDGED
 from measure.work import SIZES
 from tests import ROOT
@@ -134,6 +135,13 @@ def test_a_block_runs(block, code, run):
     small = code.startswith(NEEDS)
     short = not small and block.page not in FRONT_PAGES
     run(block.language, code, ACTIVATE if ACTIVATE in earlier else "", small, short)
+
+
+@pytest.mark.triton
+def test_what_the_laptop_s_page_counts_is_written_in_a_fresh_copy(capsys):
+    """Above, the exercises are done."""
+    (arguments,) = re.findall(r"exercises/check\.py (.*--time\b[^`\n]*)", PAGES["docs/laptop.md"].read_text())
+    assert check.main(arguments.split()) == 0 and "PyTorch eager" in capsys.readouterr().out
 
 
 PUBLISHED = (HERE / "published.txt").read_text().split("\n\n")[1:]

@@ -84,8 +84,9 @@ def test_a_laptop_s_report_says_what_was_recorded_and_where():
 
 
 @pytest.mark.parametrize("summary", [
-    gpu_summary(SIGNS), gpu_summary({7: {"host_ms": 6.9} | taking(7.0)}, baseline=None),
-    gpu_summary({8: taking(1.0, 1.0, 1.0)}), cpu_summary("torch"), cpu_summary("triton", laptop=True), laptop_summary(gpu_summary(SIGNS)),
+    gpu_summary(SIGNS), gpu_summary({7: taking(7.0) | {"host_ms": 6.9}}, baseline=None),
+    gpu_summary({8: taking(1.0, 1.0, 1.0)}), cpu_summary("torch"), cpu_summary("triton", laptop=True),
+    laptop_summary(gpu_summary(SIGNS)),
 ], ids=["gpu", "host", "too few", "torch", "alone", "laptop"])  # fmt: skip
 def test_a_report_explains_what_it_has_and_nothing_else(summary):
     shown = report.texts(summary)
