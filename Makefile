@@ -20,7 +20,7 @@ help: ## list the targets (default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run.stamp ## train for 20 steps; ARGS="--num-steps 50" adds options
-	$(VENV_PYTHON) tiny_llama_v3.py --batch-size 8 --seq-len 128 --num-steps 20 $(ARGS)
+	$(VENV_PYTHON) tiny_llama_v3.py --data markov --batch-size 8 --seq-len 128 --num-steps 20 $(ARGS)
 	@echo 'To go on: . .venv/bin/activate && python tiny_llama_v3.py --help'
 
 # A file's tests run in order in one process: they share fixtures that take a minute, and a page's blocks go on from the
