@@ -3664,7 +3664,8 @@ def print_summary(step, summary):
         where = "Step {step}: the {quantity} is {value}".format(**summary["diverged"])
         print(f"{where}: the run diverged, no later step counts; try a lower --learning-rate, or see what --check says")
     reason = dict(random="ln(vocab): random tokens cannot be learnt", markov="the data's entropy").get(step.config.data)
-    floor = f"floor {summary['entropy']:.4f}, {reason}" if reason else f"guessing bytes: ln(256) = {math.log(256):.4f}"
+    words = step.config.vocab_size
+    floor = f"floor {summary['entropy']:.4f}, {reason}" if reason else f"guessing: ln({words}) = {math.log(words):.4f}"
     print(f"Final loss: {summary['final_loss']:.4f} (first {summary['first_loss']:.4f}; {floor})")
     print(f"Average training speed: {summary['samples_per_second']:.1f} samples/sec")
     print(f"Throughput: {summary['tokens_per_second']:,.0f} tokens/sec")

@@ -164,6 +164,7 @@ def test_a_run_learns_tokens_and_has_no_sample_of_them(run, text):
     summary = done.result["summary"]
     assert summary["first_loss"] == pytest.approx(math.log(300), abs=0.2) and summary["entropy"] is None
     assert summary["held_out_loss"] < 1 and summary["sample"] is None
+    assert "; guessing: ln(300) = 5.7038)" in done.out
     line = f"Held-out loss: {summary['held_out_loss']:.4f} (nats a token, 8 windows of the last tenth of text.bin)"
     assert line in done.out and "Sample" not in done.out and "a byte" not in done.out
 
@@ -256,6 +257,7 @@ def test_a_run_learns_a_phrase_and_continues_it(run, text):
     summary = done.result["summary"]
     assert summary["first_loss"] == pytest.approx(math.log(256), abs=0.2) and summary["entropy"] is None
     loss, sample = summary["held_out_loss"], summary["sample"]
+    assert "; guessing: ln(256) = 5.5452)" in done.out
     assert loss < 0.5 and len(sample) == 200 and sample.count("quick brown") >= 2
     assert f"Held-out loss: {loss:.4f} ({loss / math.log(2):.2f} bits a byte, 8 windows" in done.out
     printed = done.out.partition("Sample: 200 bytes")[2].partition("\n\nFinal loss")[0].splitlines()[1:]
