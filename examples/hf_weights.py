@@ -123,8 +123,8 @@ def complete(output, given, beside):
             file.write_bytes(content)
 
 
-@program("hf_weights")
-def main(argv):
+def parse(argv):
+    """Return {option: value} of a command line."""
     parser = Parser("hf_weights", __doc__)
     parser.add_argument("folder", type=Path, help="with config.json and *.safetensors")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text (default: random tokens)")
@@ -137,7 +137,12 @@ def main(argv):
     ):
         parser.add_argument(flag, type=kind, default=default, help=f"{help} (default: {default})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
-    options = vars(parser.parse_args(argv))
+    return vars(parser.parse_args(argv))
+
+
+@program("hf_weights")
+def main(argv):
+    options = parse(argv)
     folder, text, output = (options.pop(name) for name in ("folder", "text", "output"))
     if output:
         if os.path.lexists(output):

