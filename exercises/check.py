@@ -3,6 +3,7 @@
 
     python exercises/check.py exercise1                 your code in exercises/exercise1_triton_basics.py
     python exercises/check.py exercise1 --task rms      one of its tasks, by the beginning of its name
+    python exercises/check.py puzzles --task 1          or by its number on the page
     python exercises/check.py exercise1 --solution      the solution, at the end
     python exercises/check.py exercise1 --time          time your kernels that pass, or count what they move
     python exercises/check.py puzzles --task copy --show    draw the elements that each program touches
@@ -43,7 +44,7 @@ try:
     from exercises.checks import ON_GPU, examination, exercise1, exercise2, exercise3, puzzles
     from exercises.checks.common import NotYet, Wrong, load
     from exercises.checks.mutants import MISTAKES, explain
-    from exercises.progress_file import Progress, participant_name
+    from exercises.progress_file import Progress, participant_name, steps_of
     from measure.command_line import Parser, printable, program, replacing
     from measure.device import require_triton
 except ImportError as error:
@@ -277,18 +278,22 @@ def show(text):
 
 
 def all_tasks():
-    return [(name, task) for name, exercise in EXERCISES.items() for task in exercise.checks.TASKS]
+    return steps_of(*EXERCISES)
 
 
 def summary(progress, exercise=None):
-    """Return the number of tasks done and the next one: of this exercise, of later ones, then of earlier ones."""
-    tasks, names = all_tasks(), list(EXERCISES)
+    """Return the number of tasks done and the next one: of this exercise, of later ones, then of earlier ones.
+
+    The test before comes before all of them, and the examination after them.
+    """
+    tasks, begun = all_tasks(), progress.content["exercises"]
     left = [pair for pair in tasks if not progress.state(*pair)["passed"]]
     done = f"{len(tasks) - len(left)} of {len(tasks)} done"
-    if not left:
-        return done
-    begin = names.index(exercise) if exercise else 0
-    name, task = min(left, key=lambda pair: names.index(pair[0]) < begin)
+    test = "examination" if not left else "before"
+    if not left or not begun:
+        return done if test in begun else f"{done}; next: python exercises/check.py {test}"
+    begin = next(place for place, pair in enumerate(tasks) if exercise in (None, pair[0]))
+    name, task = min(left, key=lambda pair: tasks.index(pair) < begin)
     return f"{done}; next: {task} ({name})"
 
 
@@ -302,9 +307,11 @@ def show_progress(progress):
     print(summary(progress))
 
 
-def task_called(tasks, given):
-    """Return the task with this name, or the only one whose name begins with it."""
-    found = [task for task in tasks if task == given] or [task for task in tasks if task.startswith(given)]
+def task_called(exercise, given):
+    """Return the task of an exercise with this name or number, or the only one whose name begins so."""
+    tasks = [task for _, task in steps_of(exercise)]
+    numbered = tasks[int(given) - 1 : int(given)] if given.isdecimal() else []
+    found = numbered or [task for task in tasks if task == given] or [task for task in tasks if task.startswith(given)]
     if len(found) != 1:
         reason = "fits more than one" if found else "is none"
         raise llama.UsageError(f"--task {given} {reason} of the tasks: {', '.join(found or tasks)}")
@@ -315,7 +322,7 @@ def parse(argv):
     parser = Parser("check.py", __doc__)
     add = parser.add_argument
     add("exercise", nargs="?", choices=JUDGED, help="default: show what is done")
-    add("--task", metavar="NAME", help="only this task; the beginning of its name is enough")
+    add("--task", metavar="NAME", help="only this task: its name, the beginning of it, or its number")
     extra = parser.add_mutually_exclusive_group()
     for name, what in EXTRAS.items():
         extra.add_argument(f"--{name}", dest="extra", action="store_const", const=name, help=what)
@@ -366,7 +373,7 @@ def main(argv):
     exercise = JUDGED[options.exercise]
     tasks = exercise.checks.TASKS
     if options.task is not None:
-        tasks = [task_called(tasks, options.task)]
+        tasks = [task_called(options.exercise, options.task)]
     progress = None if options.solution else open_progress(options)
     folder = SOLUTIONS if options.solution else HERE
     path = (options.file or folder / exercise.file).resolve()

@@ -17,12 +17,39 @@ from measure.command_line import printable_fields
 from measure.results import write_json
 from tiny_llama.files import open_input
 
+# The tasks as README_WORKSHOP.md and the pages of the exercises go through them. They stand here and not beside their
+# checks, so that the scoreboard runs without Triton.
+PUZZLES = """copy_kernel masked_copy_kernel grid_copy_kernel outer_sum_kernel transpose_kernel row_sum_kernel
+softmax_kernel row_max_kernel multiply_tile""".split()
+LATE_PUZZLES = "grouped_matmul_kernel tuned_matmul_kernel scaled_matmul_kernel".split()
+EXERCISE1 = "memory_lines bytes_moved rmsnorm_kernel".split()
+EXERCISE2 = """naive_bytes least_bytes matmul_flop silu_mul_kernel silu_mul_backward_kernel hybrid_swiglu
+slope""".split()
+EXERCISE3 = "fold attention_kernel key_blocks attention_gradients key_value_gradient_kernel".split()
+EXAMINATION = """count_tokens_kernel spectral_linear penalize_repetition copy_bandwidth divide_columns_kernel
+accumulate_gradients""".split()
+WAY = [
+    ("before", list("ABCDEF")),
+    ("puzzles", PUZZLES),
+    ("exercise1", EXERCISE1),
+    ("exercise2", EXERCISE2),
+    ("exercise3", EXERCISE3),
+    ("puzzles", LATE_PUZZLES),
+    ("examination", EXAMINATION),
+]
+TESTS = "before", "examination"  # at the two ends of the workshop
+
 LONGEST_NAME = 100
 LARGEST = 2**20  # bytes of a file
 # As users in containers and on cloud machines are called: these names tell nobody from another.
 NOBODY = "root participant user ubuntu jovyan vscode codespace ec2-user admin".split()
 BLANK = {"passed": False, "attempts": 0, "message": None}
 KINDS = {"passed": bool, "attempts": int, "message": str | None}  # of the values of a state
+
+
+def steps_of(*exercises):
+    """Return (exercise, task) of all tasks of these exercises, in the order of the workshop."""
+    return [(name, task) for name, tasks in WAY if name in exercises for task in tasks]
 
 
 def now():

@@ -11,6 +11,7 @@ has in a container count as different participants.
 Exit codes: 0 done, 1 a file was left out, 2 there is nothing to show.
 """
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -26,9 +27,9 @@ from exercises import progress_file
 from measure.command_line import Parser, UsageError, printable, program, replacing
 
 PASSED, TRIED, UNTRIED = "+", "x", "."
-TESTS = "before", "examination"  # at the two ends of the workshop
 NUMBER = r"-?\d+(\.\d+)?(e[+-]?\d+)?"
 TASK = ["exercise", "task"]
+STEPS = progress_file.steps_of(*(name for name, _ in progress_file.WAY))
 
 
 def rows_of(file):
@@ -48,7 +49,7 @@ def stuck_at(states):
     Messages that differ only in numbers count as the same.
     """
     # What is said of a test would give its answers away.
-    tried = states[(states.mark == TRIED) & ~states.exercise.isin(TESTS)]
+    tried = states[(states.mark == TRIED) & ~states.exercise.isin(progress_file.TESTS)]
     messages = tried.message.fillna("no message")
     tried = tried.assign(message=messages, kind=messages.str.replace(NUMBER, "#", regex=True))
     found = []
@@ -77,15 +78,18 @@ def board_of(paths):
     files = states.groupby("who").file
     several = files.nunique()
     states = states[states.file == files.transform("last")]
-    # Exercises by name, and tasks in the order in which they first appear, which is that of the page.
-    order = states[TASK].drop_duplicates().sort_values("exercise", kind="stable")
     marks = states.pivot(index="who", columns=TASK, values="mark").fillna(UNTRIED)
+    # What a file has and the workshop does not comes last: it is of another version.
+    steps = [*STEPS, *(step for step in marks if step not in STEPS)]
+    marks = marks.reindex(columns=pandas.MultiIndex.from_tuples(steps, names=TASK), fill_value=UNTRIED)
     hint = "the newest counts. Several people? Each has to give a --name."
     return {
-        "marks": marks[pandas.MultiIndex.from_frame(order)],
+        "marks": marks,
         "averages": [
             f"{test}: {own.passed.sum() / own.who.nunique():.1f} right on average, of {own.who.nunique()} participants"
-            for test, own in states[states.exercise.isin(TESTS) & (states.mark != UNTRIED)].groupby("exercise")
+            for test, own in states[states.exercise.isin(progress_file.TESTS) & (states.mark != UNTRIED)].groupby(
+                "exercise"
+            )
         ],
         "stuck": stuck_at(states),
         "left_out": left_out,
@@ -97,16 +101,25 @@ def board_of(paths):
 # Output
 
 
+def sections_of(marks):
+    """Yield (exercise, marks) of neighboring columns that belong to one exercise: the puzzles come in two sections."""
+    begin = 0
+    for exercise, steps in itertools.groupby(exercise for exercise, _ in marks):
+        end = begin + len(list(steps))
+        yield exercise, marks.iloc[:, begin:end]
+        begin = end
+
+
 def text_of(board):
     """Return the text for a terminal."""
-    marks = board["marks"]
-    by_exercise = marks.T.groupby(level="exercise").agg("".join).T.rename_axis("participant")
-    lines = [tabulate(by_exercise, headers="keys", tablefmt="plain", disable_numparse=True)]
+    marks, sections = board["marks"], list(sections_of(board["marks"]))
+    table = zip(marks.index, *(section.agg("".join, axis=1) for _, section in sections), strict=True)
+    header = ["participant", *(exercise for exercise, _ in sections)]
+    lines = [tabulate(table, headers=header, tablefmt="plain", disable_numparse=True)]
     lines += ["", f"{PASSED} passed   {TRIED} tried, not passed   {UNTRIED} not tried; tasks from left to right:"]
-    passed = (marks == PASSED).sum()
-    for exercise in by_exercise:
-        counts = [f"{task} ({count} of {len(marks)})" for task, count in passed[exercise].items()]
-        lines.append(f"  {exercise}: {'; '.join(counts)}")
+    for exercise, section in sections:
+        counts = (section == PASSED).sum().droplevel("exercise").items()
+        lines.append(f"  {exercise}: {'; '.join(f'{task} ({count} of {len(marks)})' for task, count in counts)}")
     lines += board["averages"] + board["several"]
     lines += ["", "Where they are stuck, most first:" if board["stuck"] else "Nobody is stuck."]
     for stuck in board["stuck"]:
@@ -120,9 +133,17 @@ def page_of(board):
     """Return the text of a page that needs no other file."""
     text = Path(__file__).with_suffix(".html.jinja").read_text(encoding="utf-8")
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    names = {PASSED: "passed", TRIED: "tried", UNTRIED: "untried"}
-    passed = (board["marks"] == PASSED).sum()
-    return template.render(**board, passed=passed, names=names, now=time.strftime("%H:%M"))
+    marks = board["marks"]
+    sections = [(exercise, len(section.columns)) for exercise, section in sections_of(marks)]
+    return template.render(
+        **board,
+        sections=sections,
+        begins={0, *itertools.accumulate(count for _, count in sections)},
+        passed=(marks == PASSED).sum(),
+        names={PASSED: "passed", TRIED: "tried", UNTRIED: "untried"},
+        letters={PASSED: "P", TRIED: "T", UNTRIED: ""},
+        now=time.strftime("%H:%M"),
+    )
 
 
 @program("scoreboard.py")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tiny_llama_v3 as llama
-from exercises import check
+from exercises import check, progress_file
 from exercises.checks import ON_GPU, common, exercise3, memory
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
@@ -59,7 +59,7 @@ def test_the_solution_passes_and_the_stub_is_not_written_yet(name, mine, capsys)
     assert [line[: 6 + len(task)] for line, task in zip(lines, tasks, strict=True)] == [f"FAIL  {t}" for t in tasks]
     assert all(re.search("not written yet, FILL ME IN|not checked before", line) for line in lines)
     assert passed == f"{name}: 0 of {len(lines)} tasks pass"
-    assert summary == f"0 of {TOTAL} done; next: {tasks[0]} ({name})"
+    assert summary == f"0 of {TOTAL} done; next: {progress_file.steps_of(name)[0][1]} ({name})"
 
 
 def lines_of(code):
@@ -300,7 +300,7 @@ def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(passes, extra,
 
 
 @pytest.mark.parametrize("arguments, told", [
-    ("exercise1 --task nothing", "nothing is none of the tasks: rmsnorm_kernel, memory_lines, bytes"),
+    ("exercise1 --task nothing", "nothing is none of the tasks: memory_lines, bytes_moved, rms"),
     ("exercise2 --task silu", "--task silu fits more than one of the tasks: silu_mul_kernel, silu"),
     ("--task fold", "name an exercise: puzzles, exercise1"),
     ("exercise1 --debug", "put TRITON_INTERPRET=1 before the command"),  # on a GPU
@@ -322,6 +322,46 @@ def test_a_request_that_cannot_be_met_ends_in_one_line(arguments, told, monkeypa
 WRONG = numbers("return 7")
 RIGHT = numbers("return len({i * args[2] * args[1] // [*args, 128][3] for i in range(args[0])})")
 BLANK = numbers("raise NotImplementedError('FILL ME IN')")
+
+
+def test_the_way_through_the_workshop_has_each_task_once_in_the_order_of_the_pages():
+    table = (FOLDER.parent / "README_WORKSHOP.md").read_text().split("## Key concepts")[0]
+    rows = re.findall(r"^\| \d+ \|.*?(?:exercises/|check.py )(before|examination|puzzles|exercise\d)", table, re.M)
+    assert rows == [name for name, _ in progress_file.WAY]
+    for name, exercise in check.JUDGED.items():
+        tasks = [task for _, task in progress_file.steps_of(name)]
+        assert sorted(tasks) == sorted(exercise.checks.TASKS)
+        if name in NAMES:
+            page = (FOLDER / exercise.file).with_suffix(".md").read_text()
+            asked = re.findall(r"\*\*(?:Write|Mend)\*\*(.*?)\n\n", page, flags=re.S)
+            named = [task for words in asked for task in re.findall(r"`(\w+)`", words) if task in tasks]
+            assert list(dict.fromkeys(named)) == tasks
+
+
+def test_what_comes_next_is_what_the_workshop_has_next(tmp_path, capsys):
+    """First the test before, then all tasks, and the examination once all are done."""
+    progress = progress_file.Progress(tmp_path / "progress.json")
+    assert check.summary(progress) == f"0 of {TOTAL} done; next: python exercises/check.py before"
+    progress.record("before", "A", False, None)
+    told = [check.summary(progress)]
+    for name, task in check.all_tasks():
+        progress.record(name, task, True, None)
+        told.append(check.summary(progress))
+    nexts = [f"{task} ({name})" for name, task in check.all_tasks()] + ["python exercises/check.py examination"]
+    assert told == [f"{done} of {TOTAL} done; next: {after}" for done, after in enumerate(nexts)]
+    assert nexts[8:10] == ["multiply_tile (puzzles)", "memory_lines (exercise1)"]
+    progress.record("examination", "copy_bandwidth", False, None)
+    assert check.summary(progress) == f"{TOTAL} of {TOTAL} done"
+
+
+def test_a_task_is_called_by_its_number_on_the_page(capsys):
+    assert check.task_called("puzzles", "1") == "copy_kernel"
+    assert check.task_called("puzzles", "12") == "scaled_matmul_kernel"
+    assert check.main(["puzzles", "--solution", "--task", "2"]) == 0
+    assert said(capsys) == "PASS  masked_copy_kernel\n"
+    for number in ("0", "13"):
+        assert check.main(["puzzles", "--task", number]) == 2
+        assert f"--task {number} is none of the tasks: copy_kernel," in capsys.readouterr().err
 
 
 def test_progress_is_remembered(mine, tmp_path, capsys):
