@@ -33,6 +33,11 @@ style = plt.rc_context({
 })  # fmt: skip
 
 
+def kind_of(names):
+    """Return what the rows of a table with these names are: of a CPU's recording, PyTorch's operators."""
+    return "operators" if names.str.startswith("aten::").all() else "kernels"
+
+
 @style
 def draw_kernels(table, steps, title):
     """Draw the kernels of a table of readers.COLUMNS that take the most time as bars, coloured by operation."""
@@ -53,11 +58,11 @@ def draw_bars(axes, start, rows, level, color, edgecolor=None, label=None):
     return axes.barh(level, width, left=left, color=color, edgecolor=edgecolor or color, label=label)
 
 
-def draw_phases(axes, start, end, ranges, level):
-    """Draw the phases of a step, with the names that fit into their bars."""
+def draw_phases(axes, start, end, ranges, level, narrowest=0.04):
+    """Draw the phases of a step, with the names of those that take more than this part of it."""
     phases = ranges[ranges["Name"].isin(PHASES)]
     bars = draw_bars(axes, start, phases, level, "0.85", edgecolor="0.4")
-    fits = phases["End"] - phases["Start"] > 0.04 * (end - start)
+    fits = phases["End"] - phases["Start"] > narrowest * (end - start)
     axes.bar_label(bars, phases["Name"].where(fits, ""), label_type="center")
 
 
@@ -83,7 +88,8 @@ def draw_steps(processes, title):
     for number, process in enumerate(processes):
         shown = within(process.dispatches, (start, end))
         are_collective = shown["Name"].map(operation_of).isin(COLLECTIVES)
-        rows = {True: f"collectives of device {number}", False: f"kernels of device {number}"}
+        own = {"kernels": f"kernels of device {number}", "operators": f"operators of process {number}"}
+        rows = {True: f"collectives of device {number}", False: own[kind_of(process.dispatches["Name"])]}
         kernels.append(shown.assign(row=are_collective.map(rows)))
     draw_operations(axes, start, pd.concat(kernels))
     ranges = within(processes[0].ranges, (start, end))
@@ -124,7 +130,8 @@ def pictures_of(path):
         with reported(path):
             return {"roofline.png": draw_roofline(read_kernels_alone(path))}
     (table, steps, _), processes, name = read_some_kernels(path), read_processes(path), path.resolve().name
-    pictures = {"kernels.png": draw_kernels(table, steps, f"{name}: the kernels that take the most time")}
+    title = f"{name}: the {kind_of(table['Name'])} that take the most time"
+    pictures = {"kernels.png": draw_kernels(table, steps, title)}
     # With --timing step, a step's kernels may run after its range.
     if steps and not any((process.ranges["Name"] == "steps").any() for process in processes):
         pictures["timeline.png"] = draw_steps(processes, f"{name}: one step")

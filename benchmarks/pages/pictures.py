@@ -17,12 +17,12 @@ from measure.tables import number, percent
 
 
 @contextlib.contextmanager
-def picture(path, height, *panels, **options):
-    """Yield the panels of a picture that is 12 inches wide, and write it."""
+def picture(path, width, height, *panels):
+    """Yield the panels of a picture of so many inches, and write it, 1200 dots wide."""
     with style():
-        figure, axes = plt.subplots(*panels, figsize=(12, height), layout="constrained", squeeze=False, **options)
+        figure, axes = plt.subplots(*panels, figsize=(width, height), layout="constrained", squeeze=False)
         yield axes
-        save_png(figure, path, dpi=100)
+        save_png(figure, path, dpi=1200 / width)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def draw_steps(axes, sizes):
 def draw_front_page(folder, path):
     runs, sizes = learning_runs(folder), complete_sizes(folder)
     if runs and sizes:
-        with picture(path, 4.2, 1, 2) as ((left, right),):
+        with picture(path, 12, 4.2, 1, 2) as ((left, right),):
             draw_losses(left, *runs)
             draw_steps(right, sizes)
 
@@ -98,7 +98,7 @@ def draw_front_page(folder, path):
 def draw_learning(folder, path):
     """Draw the losses alone, for a slide."""
     if runs := learning_runs(folder):
-        with picture(path, 6) as ((axes,),):
+        with picture(path, 8, 3.4) as ((axes,),):
             draw_losses(axes, *runs)
 
 

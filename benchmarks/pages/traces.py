@@ -24,7 +24,7 @@ if not __package__:
 import tiny_llama_v3 as llama
 from benchmarks.pages.long_table import long_table
 from measure.command_line import Parser, program
-from measure.drawing import MUTED, RED, save_png, style
+from measure.drawing import MUTED, RED, TEXT, save_png, style
 from measure.results import RESULTS, ROOT, ResultFile, header
 from measure.tables import number, percent
 from profilers.plot import draw_bars, draw_operations, draw_phases
@@ -92,14 +92,17 @@ def draw(folder, path, name):
     # A quarter of all kernels ends in the middle of the forward pass.
     twelve = kernels.iloc[len(kernels) // 4 :].head(12)
     figures = step_figures(file)
-    sentence = (
+    share = percent(figures["kernel_us"] * 1e3 / end)
+    title = (
+        f"{PICTURES[name]} ({results['device'].iloc[0]})\n"
         f"{figures['launches']:.0f} launches until {number(issued / 1e6)} ms (the red line), {figures['kernels']:.0f} "
-        f"kernels until {number(end / 1e6)} ms, which run for {percent(figures['kernel_us'] * 1e3 / end)} of this time"
+        f"kernels until\n{number(end / 1e6)} ms, which run for {share} of this time (torch.profiler)"
     )
     with style():
-        figure, panels = plt.subplots(2, 1, figsize=(12, 6), layout="constrained")
+        # Small and with many dots an inch, so that a slide can be read from the last row.
+        figure, panels = plt.subplots(2, 1, figsize=(8, 5.4), layout="constrained")
         for axes in panels:
-            draw_phases(axes, 0, end, ranges, PHASES)
+            draw_phases(axes, 0, end, ranges, PHASES, narrowest=0.12)
             for text in axes.texts:
                 text.set_clip_on(True)  # where a part does not show its phase
             draw_bars(axes, 0, launches, LAUNCHES, color=MUTED)
@@ -109,11 +112,11 @@ def draw(folder, path, name):
             axes.set(xlabel="ms since the step began", ylim=(-0.6, 2.6))
         panels[0].set_xlim(0, 1.02 * end / 1e6)
         panels[1].set_xlim(twelve["Start"].min() / 1e6, twelve["End"].max() / 1e6)
-        panels[0].set_title(f"{PICTURES[name]} ({results['device'].iloc[0]}, recorded by torch.profiler)\n{sentence}")
+        panels[0].set_title(title, fontsize=TEXT)
         panels[1].set_title("Twelve kernels that follow each other")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, ncols=6, fontsize=9, loc="outside lower center")
-        save_png(figure, path, dpi=100)
+        figure.legend(handles, labels, ncols=4, handlelength=1, columnspacing=1, loc="outside lower center")
+        save_png(figure, path, dpi=150)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The pictures of the reports: what is drawn, and that an operation has one colour in all of them."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -88,6 +89,17 @@ def test_a_timeline_of_two_processes(tmp_path, capsys):
     assert [text.get_text() for text in axes.texts] == ["forward", ""]  # the other is too short for its name
     assert plot.main([str(tmp_path), "--output", str(tmp_path / "new")]) == 0
     assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_cpu_runs_is_not_called_a_kernel_of_a_device(tmp_path):
+    events = [("cpu_op", "aten::mm", 10, 20), ("user_annotation", "step", 0, 50), ("user_annotation", "forward", 0, 40)]
+    fields = ("cat", "name", "ts", "dur")
+    trace = [{"ph": "X", "pid": 1, "tid": 1, **dict(zip(fields, event, strict=True))} for event in events]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": trace}))
+    drawn = plot.pictures_of(tmp_path)
+    (axes,) = drawn["timeline.png"].axes
+    assert [label for label, *_ in bars_of(axes)] == ["phases (host)", "operators of process 0"]
+    assert drawn["kernels.png"].axes[0].get_title().endswith(": the operators that take the most time")
 
 
 @pytest.mark.parametrize("ranges", [[], [("step", 0, 1000), ("steps", 0, 1000)]])

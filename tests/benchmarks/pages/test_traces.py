@@ -67,8 +67,8 @@ def drawn(path, monkeypatch):
 
 @pytest.mark.parametrize("trace, issued, title", [
     # Launched from 10 us on, each 20 us, for 2 us; the kernels run for 24 of 155 us, and for 806 of 835 us.
-    ("fast_trace.json", 0.152, "8 launches until 0.152 ms .*, 8 kernels until 0.155 ms, which run for 15 %"),
-    ("slow_trace.json", 0.192, "10 launches until 0.192 ms .*, 10 kernels until 0.835 ms, which run for 97 %"),
+    ("fast_trace.json", 0.152, "8 launches until 0.152 ms .*, 8 kernels until\\n0.155 ms, which run for 15 %"),
+    ("slow_trace.json", 0.192, "10 launches until 0.192 ms .*, 10 kernels until\\n0.835 ms, which run for 97 %"),
 ])  # fmt: skip
 def test_a_picture_says_what_the_step_shows(kept, monkeypatch, trace, issued, title):
     whole, _ = drawn(kept(trace), monkeypatch)
