@@ -21,7 +21,6 @@ from measure.drawing import BLUE, GREEN, RED, Bar, Filling
 from measure.results import write_json
 from measure.tables import number, percent
 
-EXCERPT = 8  # lines of the script at most
 MARKS = {True: "symptom seen", False: "does not show", None: "not measured"}
 TITLE = "The phases, inside the outline of the median step (and p20 – p80)"
 PHASES = {"forward": Filling(BLUE), "backward": Filling(RED, "////"), "optimizer": Filling(GREEN, "----")}
@@ -79,7 +78,7 @@ def excerpts(mark):
     for at, line in enumerate(lines, 1):
         if mark in line:
             block = itertools.takewhile(str.strip, lines[at - 1 :])
-            yield at, textwrap.dedent("\n".join(itertools.islice(block, EXCERPT))).splitlines()
+            yield at, textwrap.dedent("\n".join(block)).splitlines()
 
 
 def card(seen):

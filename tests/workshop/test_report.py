@@ -54,12 +54,13 @@ def test_every_stage_has_a_sign_and_a_lesson():
     assert set(evidence.SEE) == set(report.LESSONS) == set(llama.STAGES)
 
 
-@pytest.mark.parametrize("flag", llama.BUGS)
-def test_an_excerpt_is_the_script_s_own_lines(flag):
-    marks = [n for n, line in enumerate(SCRIPT, 1) if f"BUG {flag}:" in line]
-    for (first, lines), mark in zip(report.excerpts(f"BUG {flag}:"), marks, strict=True):
-        assert first == mark and 1 < len(lines) <= report.EXCERPT
-        assert [*map(str.strip, SCRIPT[first - 1 : first - 1 + len(lines)])] == [*map(str.strip, lines)]
+@pytest.mark.parametrize("text", [*map("BUG {}:".format, llama.BUGS), "def capture("])
+def test_an_excerpt_is_the_script_s_own_lines_to_the_end_of_their_paragraph(text):
+    marks = [n for n, line in enumerate(SCRIPT, 1) if text in line]
+    for (first, lines), mark in zip(report.excerpts(text), marks, strict=True):
+        end = first - 1 + len(lines)
+        assert first == mark and 1 < len(lines) <= 20
+        assert [*map(str.strip, SCRIPT[first - 1 : end])] == [*map(str.strip, lines)] and not SCRIPT[end].strip()
 
 
 def test_a_laptop_s_report_says_what_was_recorded_and_where():
