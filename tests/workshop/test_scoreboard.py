@@ -72,6 +72,30 @@ def test_the_newest_of_a_participant_s_files_counts(board):
     assert "files of root" not in text
 
 
+def mode_of(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_a_file_in_the_class_s_folder_stays_as_readable_as_the_first_check_made_it(tmp_path):
+    """The trainer's page has the first check under a umask of 022, and closed homes have one of 077 later."""
+    (home := tmp_path / "home").mkdir()
+    (folder := tmp_path / "class").mkdir()
+    (home / "progress.json").symlink_to(folder / "ada.json")
+    before = os.umask(0o022)
+    try:
+        for attempt in range(1, 3):
+            progress_file.Progress(home / "progress.json", "ada").record("exercise1", LINES, False, OTHER)
+            os.umask(0o077)
+            (written,) = folder.iterdir()
+            assert written.name == "ada.json" and mode_of(written) == 0o644
+            assert progress_file.read(written)["exercises"]["exercise1"][LINES]["attempts"] == attempt
+        progress_file.Progress(folder / "bob.json", "bob").record("exercise1", LINES, False, OTHER)
+        assert mode_of(folder / "bob.json") == 0o600
+    finally:
+        os.umask(before)
+    assert (home / "progress.json").is_symlink()
+
+
 BROKEN = [
     '{"participant": "eve", "exerc',
     "[1, 2]",
