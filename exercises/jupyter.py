@@ -91,7 +91,7 @@ def start(exercise):
             path = Path(folder) / f"{exercise}.py"
             path.write_text(source, encoding="utf-8")
             command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
-            command += ["--task", task] * bool(task) + ["--time"] * time + ["--show"] * show
+            command += ["--task", str(task)] * bool(task) + ["--time"] * time + ["--show"] * show
             output = deque(execute([*command, "--output-dir", folder]), maxlen=10_000)  # may be endless
             print(with_lines_shown("".join(line for line in output if folder not in line), source))
             for picture in sorted(Path(folder).glob("*.svg")):

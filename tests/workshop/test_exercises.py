@@ -391,3 +391,35 @@ def test_progress_is_remembered(mine, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "is no progress file" in error
     assert (tmp_path / "progress.json").read_text() == "{half"
+
+
+SCRIPT = Path(llama.__file__).read_text()
+FUNCTIONS = {
+    node.name: ast.get_source_segment(SCRIPT, node)
+    for node in ast.parse(SCRIPT).body
+    if isinstance(node, ast.FunctionDef)
+}
+
+
+def sections_that_name_a_function():
+    """Yield (page, section, functions of the script that it names, what else it may quote) of the exercises' pages."""
+    for page in sorted(FOLDER.glob("*.md")):
+        text = page.read_text()
+        files = (FOLDER / folder / f"{page.stem}.py" for folder in (".", "solutions"))
+        own = [file.read_text() for file in files if file.exists()] + re.findall("```python\n(.*?)```", text, re.S)
+        for section in re.split("^(?=## )", re.sub("```.*?```", "", text, flags=re.S), flags=re.M):
+            if named := set(re.findall(r"`(\w+)`", section)) & FUNCTIONS.keys():
+                yield page.name, section, named, own
+
+
+def test_a_line_of_a_kernel_that_a_page_quotes_is_in_a_kernel_that_it_names():
+    """Or in the reader's own file, its solution or a block of the page; dots stand for anything."""
+    quoted, missing = 0, []
+    for page, section, named, own in sections_that_name_a_function():
+        source = "".join("\n".join([*own, *(FUNCTIONS[name] for name in named)]).split())
+        for code in re.findall("`([^`]+)`", section):
+            if re.search(r"\btl\.\w+\(|_ptr\b|\bptr\b|\[None|None\]|\.to\(", code):
+                pattern = re.escape("".join(code.split())).replace(re.escape("..."), ".*?")
+                quoted += 1
+                missing += [] if re.search(pattern, source) else [f"{page}: {code}"]
+    assert missing == [] and quoted > 15
