@@ -25,6 +25,7 @@ import tiny_llama_v3 as llama
 from benchmarks.pages import (
     compiled,
     emulated,
+    kernel_costs,
     kernel_tables,
     pictures,
     replays,
@@ -43,6 +44,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "sweeps": training_steps.sweeps_section,
     "shapes": training_steps.shapes_section,
     "kernels": kernel_tables.kernels_section,
+    "kernel-costs": kernel_costs.kernel_costs_section,
     "stages": replays.stages_section,
     "layer_norm": kernel_tables.layer_norm_section,
     "heads-128": kernel_tables.heads_128_section,

@@ -3,10 +3,12 @@
 A result is the summary.json of run_all_stages.sh, kept as stages_<device>_<name>.json.
 """
 
+import dataclasses
 from pathlib import Path
 
 import jinja2
 import pandas as pd
+import torch
 
 from benchmarks.pages.long_table import (
     first_device,
@@ -18,8 +20,10 @@ from benchmarks.pages.long_table import (
     provenance,
 )
 from benchmarks.pages.training_steps import STEPS
+from measure.results import recorded_config
 from measure.tables import NOT_MEASURED, number, percent
 from measure.timing import LEAST_TIMES
+from tiny_llama import hardware
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One replay
@@ -184,6 +188,19 @@ def newest_replay(rows, seq_len, precision, *stages):
     return rows[is_wanted].head(1)
 
 
+def kept_mib(config):
+    """Return {name: MiB} that a step keeps by count: for the backward pass, and in its gradients."""
+    device = torch.device("cuda")
+    ours = recorded_config(config)
+    kept = {
+        name: ours.batch_size * hardware.memory_needed(dataclasses.replace(ours, **changes), device).sequence
+        for name, changes in {"ours": {}, "plain": {"impl": "torch"}, "severed": {"severed_autograd": True}}.items()
+    }
+    gradients = 4 * hardware.count_matrix_weights(ours)
+    of = kept | {"severed": kept["ours"] - kept["severed"], "gradients": gradients}
+    return {name: count / 2**20 for name, count in of.items()}
+
+
 @of_each_device("stages", "")
 def published_section(rows):
     """Show the published speed-up beside ours, with the gradients and without."""
@@ -193,6 +210,7 @@ def published_section(rows):
     text = TEMPLATES.get_template("published.md.jinja").render(
         baseline=replay["baseline"].iloc[0],
         stages=measured_stages(replay.iloc[0]),
+        kept=kept_mib(replay["config"].iloc[0]),
     )
     return paragraphs(text, provenance(replay))
 
