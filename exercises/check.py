@@ -286,12 +286,14 @@ def summary(progress, exercise=None):
 
     The test before comes before all of them, and the examination after them.
     """
-    tasks, begun = all_tasks(), progress.content["exercises"]
+    tasks = all_tasks()
     left = [pair for pair in tasks if not progress.state(*pair)["passed"]]
     done = f"{len(tasks) - len(left)} of {len(tasks)} done"
-    test = "examination" if not left else "before"
-    if not left or not begun:
-        return done if test in begun else f"{done}; next: python exercises/check.py {test}"
+    states = progress.content["exercises"]
+    tried = {name for name in states if any(state["attempts"] for state in states[name].values())}
+    test = "before" if left else "examination"
+    if not left or not (tried or exercise):
+        return done if test in tried else f"{done}; next: python exercises/check.py {test}"
     begin = next(place for place, pair in enumerate(tasks) if exercise in (None, pair[0]))
     name, task = min(left, key=lambda pair: tasks.index(pair) < begin)
     return f"{done}; next: {task} ({name})"

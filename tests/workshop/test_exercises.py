@@ -342,6 +342,9 @@ def test_what_comes_next_is_what_the_workshop_has_next(tmp_path, capsys):
     """First the test before, then all tasks, and the examination once all are done."""
     progress = progress_file.Progress(tmp_path / "progress.json")
     assert check.summary(progress) == f"0 of {TOTAL} done; next: python exercises/check.py before"
+    progress.record("before", "A", False, None, begun=False)  # checked while its answers are empty
+    assert check.summary(progress).endswith("next: python exercises/check.py before")
+    assert check.summary(progress, "exercise1").endswith("next: memory_lines (exercise1)")
     progress.record("before", "A", False, None)
     told = [check.summary(progress)]
     for name, task in check.all_tasks():
