@@ -13,6 +13,7 @@ import tiny_llama_v3 as llama
 from exercises.solutions.exercise1_triton_basics import bytes_moved, memory_lines
 from exercises.solutions.exercise2_swiglu_optimization import matmul_flop
 from exercises.solutions.exercise3_flash_attention import key_blocks
+from offline import architectures
 from tests import ROOT
 
 CARD = (ROOT / "exercises/performance_debugging/WORKSHOP_GUIDE.md").read_text()
@@ -44,6 +45,16 @@ def test_the_minutes_of_each_plan_add_up():
     rows = re.findall(r"^\|[^|]*((?:\| *\d* *){4})\|", TRAINER, flags=re.M)
     for minutes in zip(*(row.split("|")[1:] for row in rows), strict=True):
         assert sum(int(f"0{each.strip()}") for each in minutes) == 2 * int(minutes[-1])
+
+
+@pytest.mark.parametrize("arch, column, lanes", [("sm_90", 208, "warps of 32"), ("gfx942", 344, "waves of 64")])
+def test_the_picture_of_a_gpu_has_the_sizes_that_occupancy_is_computed_from(arch, column, lanes):
+    chip, picture = architectures.CHIPS[arch], (ROOT / "exercises/pictures/gpu.svg").read_text()
+    units, warps, registers, place, shared, each = re.findall(rf'x="{column}" y="\d+">(.*?)<', picture)[1:7]
+    assert units.split()[0] == str(chip.units) and warps == f"{4 * chip.warps} {lanes}"
+    # Four schedulers, each with so many registers of 4 bytes in each lane.
+    assert registers == f"{4 * chip.registers * int(lanes[-2:]) * 4 // 1024} KiB"
+    assert shared.startswith(f"{chip.unit_kib} ") and place == each == f"in each {units.split()[1][:-1]}"
 
 
 def test_the_picture_of_exercise_3_has_the_sums_of_its_text():
