@@ -66,6 +66,21 @@ def test_the_picture_of_exercise_3_has_the_sums_of_its_text():
     assert f">l = {p.sum():.3f}<" in picture and f">acc = {p @ values:.2f}<" in picture
 
 
+def test_the_pictures_and_notes_of_the_online_softmax_have_its_sums():
+    """Of eight scores in tiles of two: after each tile the sums over what has been seen, under its maximum."""
+    folder, slides = ROOT / "exercises/pictures", (ROOT / "docs/slides.md").read_text()
+    whole, second, last = ((folder / f"online_softmax{name}.svg").read_text() for name in ("", "2", "4"))
+    scores = [float(score) for score in re.findall(r"middle; [^>]*>(\d)<", last)]
+    sums = []
+    for seen in (2, 4, 6, 8):
+        p = [math.exp(score - max(scores[:seen])) for score in scores[:seen]]
+        sums.append((f"l = {sum(p):.3f}", f"acc = {sum(10 * at * each for at, each in enumerate(p, 1)):.2f}"))
+        assert all(f">{each}<" in whole for each in sums[-1])
+    assert f">so far {', '.join(sums[0])}<" in second and f">so far {', '.join(sums[2])}<" in last
+    assert all(f">{each}<" in last for each in sums[3])
+    assert all(", ".join(each) in slides.replace("\n", " ") for each in sums[1:3])
+
+
 # --- quiz
 
 QUESTION = re.compile(r"^\*\*(\d+)\.\*\* (.*?)^<details>.*?\n\n\*\*(.+?)\*\*(.*?)^</details>", flags=re.M | re.S)
