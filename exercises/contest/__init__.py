@@ -1,0 +1,1 @@
+"""A contest on one card: the least seconds to a loss. README.md in this folder has the rules."""

@@ -1,0 +1,288 @@
+"""The judge: runs an entry three times, each in a process of its own on data of its own, and measures what it saved.
+
+The code of the entry runs in that process alone. Of what it leaves, the judge reads a folder with a LLaMA, and computes
+the loss itself, in fp32 with PyTorch's operations, on sequences that it draws once the entry has ended.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import math
+import os
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import tiny_llama_v3 as llama
+from benchmarks.harness import processor
+from exercises.contest import task
+from exercises.contest.task import DIVISIONS, LENGTH
+from measure.results import ROOT, header
+from tiny_llama import checkpoint, hardware
+from tiny_llama.data import MARKOV_PROBABILITIES
+from tiny_llama.files import printable
+
+SEEDS = 3
+HELD_OUT = 2048  # sequences
+ROWS = 64  # of them at a time
+LAYERS = 64  # at most: with more, even a narrow model would keep the judge busy
+CHEAT = 0.02  # nats by which no honest model is better than the source: two of its losses differ by far less
+SMALL_CARD = 24 * 2**30  # bytes
+# What the judge and our kernels consist of; an entry that stands in this folder is no part of it.
+PROJECT = (
+    "tiny_llama_v3.py tiny_llama/*.py measure/*.py exercises/contest/__main__.py exercises/contest/judge.py "
+    "exercises/contest/task.py"
+).split()
+MODULES = ".py", ".pyc", ".so"
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
+
+
+class Refused(Exception):
+    """What an entry has left does not count; the message says why."""
+
+
+class Missed(Exception):
+    """The entry has not reached the target; the message says by what."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The data
+
+
+class Source:
+    """A chain of second order: each pair of tokens has four successors, drawn with MARKOV_PROBABILITIES.
+
+    The system seeds it, so that nobody can know it before, or draw the same again. Pairs, because counting which token
+    follows another needs no training: the loss that this reaches is far above every target.
+    """
+
+    def __init__(self, vocab_size):
+        self.rng = np.random.default_rng()
+        order = self.rng.random((vocab_size,) * 3, dtype=np.float32).argsort(-1)
+        self.successors = order[..., : len(MARKOV_PROBABILITIES)].astype(np.uint8)
+
+    def draw(self, count):
+        """Return (sequences (count, LENGTH + 1), the loss of the source itself on all but their first two tokens)."""
+        sequences = np.empty((LENGTH + 1, count), np.uint8)
+        sequences[:2] = self.rng.integers(len(self.successors), size=(2, count))
+        losses = []
+        for position in range(2, LENGTH + 1):
+            chosen = self.rng.choice(len(MARKOV_PROBABILITIES), p=MARKOV_PROBABILITIES, size=count)
+            sequences[position] = self.successors[sequences[position - 2], sequences[position - 1], chosen]
+            losses.append(-np.log(MARKOV_PROBABILITIES)[chosen].mean())
+        return np.ascontiguousarray(sequences.T), statistics.fmean(losses)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The process of an entry
+
+
+def adopt_orphans():
+    """Have Linux make this process the parent of what an entry starts and leaves behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants():
+    """Return the ids of the processes below this one, which only Linux tells."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(path.parent.name)] = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+    found, below = set(), {os.getpid()}
+    while below:
+        below = {pid for pid, parent in parents.items() if parent in below} - found
+        found |= below
+    return found
+
+
+def end(process, others):
+    """Kill a process with its group and all descendants of this one but these others, and wait for their end."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    while left := descendants() - others:
+        for pid in left:
+            with contextlib.suppress(OSError):  # another's child, or ended
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def run_apart(folder, seconds):
+    """Train the entry in a folder. Return its seconds, and its exit code or None if it did not end within the limit.
+
+    The clock runs from the start of the process until it has ended, with all that it has started.
+    """
+    adopt_orphans()
+    others, start = descendants(), time.monotonic()
+    command = [sys.executable, "-m", task.__name__, folder]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+    code = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(seconds)
+    finally:
+        end(process, others)
+    return time.monotonic() - start, code
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What it has left
+
+
+def read_model(folder, limits, device):
+    """Return the saved model, in fp32 on PyTorch's operations. Refused if it is none, or not within the limits."""
+    expected = {checkpoint.CONFIG, checkpoint.MODEL, checkpoint.TRAINING}
+    if folder.is_symlink() or not folder.is_dir():
+        raise Refused("it saved no model")
+    for path in folder.iterdir():
+        if path.name not in expected or path.is_symlink() or not path.is_file():
+            raise Refused(f"beside its model it saved {path.name!a}")
+    try:
+        fields = checkpoint.model_fields(folder, "the model")
+        config = llama.Config(**fields, seq_len=LENGTH)
+        if config.vocab_size != limits.vocab_size:
+            raise Refused(f"its model has {config.vocab_size} tokens, not {limits.vocab_size}")
+        # Counted before anything is made in this size.
+        parameters = hardware.count_matrix_weights(config) + config.untied_head * config.vocab_size * config.hidden_dim
+        if parameters > limits.parameters:
+            raise Refused(f"its model has {parameters:,} parameters, and {limits.parameters:,} are allowed")
+        if config.num_layers > LAYERS:
+            raise Refused(f"its model has {config.num_layers} layers, and {LAYERS} are allowed")
+        with torch.device(device):
+            model = llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])
+        names = [name for name, _ in model.named_parameters()]
+        model.load_state_dict(checkpoint.read_weights(folder, names, "the model"))
+    except llama.UsageError as error:
+        raise Refused(str(error).replace(f"{folder}/", "").replace(f" {folder}", "")) from error
+    return model
+
+
+@torch.no_grad()
+def held_out_loss(model, sequences):
+    """Return the mean loss of a model in nats per token, on all but the first two tokens of sequences."""
+    torch.set_float32_matmul_precision("highest")
+    losses = []
+    for rows in np.split(sequences, len(sequences) // ROWS):
+        tokens = torch.from_numpy(rows.astype(np.int64)).to(model.embed_tokens.weight.device)
+        logits = model(tokens[:, :-1])[:, 1:]
+        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten()).item())
+    return statistics.fmean(losses)
+
+
+def check_loss(loss, floor, target):
+    """Raise Refused or Missed for a loss that does not reach the target; floor is the loss of the source itself."""
+    if not math.isfinite(loss):
+        raise Refused("the loss of its model is not finite")
+    if loss < floor - CHEAT:
+        raise Refused(f"its loss {loss:.4f} is below that of the source, {floor:.4f}, which nobody can predict better")
+    if loss > target:
+        raise Missed(f"its loss {loss:.4f} is above the target {target}")
+
+
+def file_hashes():
+    """Return {file: SHA-256} of PROJECT."""
+    files = sorted(path for pattern in PROJECT for path in ROOT.glob(pattern) if path.is_file())
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def importable():
+    """Return the names in the top folder that Python imports, before libraries of the same name."""
+    return {path.name for path in ROOT.iterdir() if path.suffix in MODULES or any(path.glob("__init__.*"))}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+def judge_once(entry, division, device):
+    """Run an entry, the bytes of its file, on a new source. Return the fields of a seed in the result."""
+    limits, seed = DIVISIONS[division], secrets.randbelow(2**32)
+    before = file_hashes(), importable()
+    source = Source(limits.vocab_size)
+    fields = dict(seed=seed, outcome="reached", reason=None, loss=None, floor=None, joules=None)
+    with tempfile.TemporaryDirectory(prefix="contest_", ignore_cleanup_errors=True) as scratch:
+        sequences, _ = source.draw(limits.sequences)
+        deadline = time.monotonic() + limits.seconds
+        told = dict(division=division, device=device.type, seed=seed, deadline=deadline)
+        Path(scratch, task.ENTRY).write_bytes(entry)
+        Path(scratch, task.FIELDS).write_text(json.dumps(told))
+        np.save(Path(scratch, task.SEQUENCES), sequences)
+        meter = hardware.meter_energy(device)
+        fields["seconds"], code = run_apart(scratch, limits.seconds)
+        used = meter(llama.Config(num_steps=1), 1)  # all of it counts as one step
+        fields["joules"] = used and used["step_j"]
+        try:
+            if (file_hashes(), importable()) != before:
+                raise Refused("files of the project changed while it ran")
+            if code is None:
+                raise Missed(f"it did not end within {limits.seconds} seconds")
+            if code:
+                raise Refused(f"it ended with exit code {code}")
+            model = read_model(Path(scratch, "model"), limits, device)
+            sequences, fields["floor"] = source.draw(HELD_OUT)
+            fields["loss"] = held_out_loss(model, sequences)
+            check_loss(fields["loss"], fields["floor"], limits.target)
+        except (Refused, Missed) as error:
+            fields |= {"outcome": "refused" if isinstance(error, Refused) else "missed", "reason": str(error)}
+    return fields
+
+
+def choose_division(asked, device):
+    """Return the name of the division of a device, or the one asked for; UsageError if the device does not suit it."""
+    if device.type == "cpu":
+        own = "laptop"
+    else:
+        own = "small" if torch.cuda.get_device_properties(device).total_memory <= SMALL_CARD else "large"
+    # A small card may try what a large one does; a large one in the class of small ones would be unfair.
+    if asked not in (None, own) and (own, asked) != ("small", "large"):
+        name = llama.get_gpu(device.type).name
+        raise llama.UsageError(f"--division {asked} is not for this device, {name}: give {own}, or nothing")
+    return asked or own
+
+
+def show(name, fields):
+    """Print the line of a seed."""
+    joules = "" if fields["joules"] is None else f", {fields['joules']:.0f} J"
+    reason = fields["reason"] or f"loss {fields['loss']:.4f}, of the source itself {fields['floor']:.4f}"
+    print(printable(f"{name}: {fields['seconds']:.1f} s{joules}, {fields['outcome']}: {reason}"), flush=True)
+
+
+def judge(path, entry, participant, division, device):
+    """Run an entry, the bytes of the file at path, as often as the rules say. Return the result, a dict."""
+    checkpoint.import_safetensors("the contest")  # before an entry runs, which could put another in its place
+    limits = DIVISIONS[division]
+    result = header("contest", device, ["run", path.name, "--division", division], part="exercises")
+    result |= {
+        "participant": participant,
+        "division": division,
+        "limits": limits._asdict(),
+        "host": processor(),
+        "threads": torch.get_num_threads(),
+        "entry": {"file": path.name, "sha256": hashlib.sha256(entry).hexdigest()},
+        "project": file_hashes(),
+        "seeds": [],
+    }
+    print(f"{participant}, division {division}: loss {limits.target} within {limits.seconds} s", flush=True)
+    # The first run fills the caches of compilers and of the disk; it counts only if it is refused.
+    for number in range(SEEDS + 1):
+        fields = judge_once(entry, division, device)
+        show(f"seed {number} of {SEEDS}" if number else "warm-up", fields)
+        if number or fields["outcome"] == "refused":
+            result["seeds"].append(fields)
+        if fields["outcome"] == "refused":
+            break
+    result["reached"] = all(fields["outcome"] == "reached" for fields in result["seeds"])
+    result["median_seconds"] = statistics.median(f["seconds"] for f in result["seeds"]) if result["reached"] else None
+    return result

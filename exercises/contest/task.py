@@ -1,0 +1,89 @@
+"""What an entry gets and saves, and the divisions. The judge starts this file with a folder, to train the entry in it.
+
+PyTorch and ours are imported only where they are used: an import takes seconds, which the entry pays for.
+"""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+LENGTH = 64  # tokens that a sequence predicts
+ENTRY, SEQUENCES, FIELDS = "entry.py", "sequences.npy", "task.json"  # what the judge writes into the folder
+
+
+class Division(NamedTuple):
+    """The size of a contest."""
+
+    vocab_size: int
+    seconds: int  # at most for a seed
+    target: float  # loss in nats per token; the source itself has 1.213
+    parameters: int  # at most
+    sequences: int  # to train on
+
+
+# Each pair of tokens has its own four successors, so vocab_size squared is what there is to learn. The laptop's target
+# takes our entry about a third of the seconds on two cores. The sizes for cards are estimates, from the tokens that a
+# pair needs on a CPU and the speed of a training step: measure them, and correct them here.
+DIVISIONS = {
+    "laptop": Division(vocab_size=16, seconds=120, target=1.35, parameters=2_000_000, sequences=2**16),
+    "small": Division(vocab_size=128, seconds=300, target=1.35, parameters=32_000_000, sequences=2**20),
+    "large": Division(vocab_size=256, seconds=300, target=1.35, parameters=128_000_000, sequences=2**21),
+}
+
+
+class Task(NamedTuple):
+    """What the train() of an entry gets."""
+
+    folder: Path  # a new one, where the entry may write what it likes
+    sequences: np.ndarray  # (division's sequences, LENGTH + 1) tokens as uint8
+    division: str
+    limits: Division
+    device: str  # "cpu" or "cuda"
+    seed: int  # of the weights, if the entry draws them
+    deadline: float  # of time.monotonic()
+
+    def seconds_left(self):
+        """Return the seconds until the judge ends this process."""
+        return self.deadline - time.monotonic()
+
+    def batches(self, size):
+        """Yield (tokens, targets), both int64 (size, LENGTH) on the device: all sequences in random order, for ever."""
+        import torch
+
+        sequences = torch.from_numpy(self.sequences).to(self.device)
+        while True:
+            for rows in torch.randperm(len(sequences), device=self.device).split(size):
+                batch = sequences[rows].long()
+                yield batch[:, :-1], batch[:, 1:]
+
+    def save(self, config, weights):
+        """Save a LLaMA: a Config of tiny_llama_v3, and {name: tensor} of its weights as in TrainStep.state_dict()."""
+        from tiny_llama import checkpoint
+
+        on_host = ((name, weight.detach().float().cpu()) for name, weight in weights.items())
+        checkpoint.write(self.folder / "model", config, on_host, 0, {})
+
+
+def read(folder):
+    """Return the Task in a folder."""
+    fields = json.loads((folder / FIELDS).read_text())
+    sequences = np.load(folder / SEQUENCES)
+    return Task(folder, sequences, limits=DIVISIONS[fields["division"]], **fields)
+
+
+def train(folder):
+    """Call the train() of the entry in a folder."""
+    spec = importlib.util.spec_from_file_location("entry", folder / ENTRY)
+    entry = importlib.util.module_from_spec(spec)
+    sys.modules["entry"] = entry  # where Triton and pickle look for what it defines
+    spec.loader.exec_module(entry)
+    entry.train(read(folder))
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))
