@@ -19,7 +19,7 @@ from exercises.contest.task import DIVISIONS
 from exercises.progress_file import participant_name
 from measure.command_line import Parser, program
 from measure.results import ResultFile
-from tiny_llama.files import open_input
+from tiny_llama.files import open_input, printable
 
 MOST_BYTES = 2**16  # of an entry: enough for code, and not for weights
 RESULTS = Path(__file__).parent / "results"
@@ -47,8 +47,7 @@ def run(options):
     device = llama.select_device("auto")
     division = judge.choose_division(options.division, device)
     folder = llama.writable_folder("--output-dir", options.output_dir)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the entry must not go on alone
-    result = judge.judge(path, entry, options.name or path.stem, division, device)
+    result = judge.judge(path, entry, options.name or printable(path.stem), division, device)
     file = ResultFile(folder, result)
     file.save(result)
     median = f"reached, median {result['median_seconds']:.1f} s" if result["reached"] else "not reached"
@@ -63,4 +62,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as of nohup
+            signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the entry must not go on alone
     sys.exit(main())

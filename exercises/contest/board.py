@@ -25,7 +25,7 @@ def row_of(path):
             "division": result["division"],
             "participant": str(result["participant"]),
             "median": float(result["median_seconds"]) if reached else None,
-            "seconds": ", ".join(f"{seed['seconds']:.1f}" for seed in seeds),
+            "seconds": ", ".join("none" if seed["seconds"] is None else f"{seed['seconds']:.1f}" for seed in seeds),
             "losses": ", ".join("none" if seed["loss"] is None else f"{seed['loss']:.3f}" for seed in seeds),
             "joules": ", ".join(f"{j:.0f}" for j in joules) if joules and None not in joules else "",
             "reason": "" if reached else next(str(seed["reason"]) for seed in seeds if seed["reason"]),

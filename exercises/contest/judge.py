@@ -37,6 +37,7 @@ HELD_OUT = 2048  # sequences
 ROWS = 64  # of them at a time
 LAYERS = 64  # at most: with more, even a narrow model would keep the judge busy
 CHEAT = 0.02  # nats by which no honest model is better than the source: two of its losses differ by far less
+ENDING = 20  # seconds, until processes that are killed have ended
 SMALL_CARD = 24 * 2**30  # bytes
 # What the judge and our kernels consist of; an entry that stands in this folder is no part of it.
 PROJECT = (
@@ -107,11 +108,17 @@ def descendants():
 
 
 def end(process, others):
-    """Kill a process with its group and all descendants of this one but these others, and wait for their end."""
+    """Kill a process with its group and all descendants of this one but these others, and wait for their end.
+
+    Refused if they do not end, as they start new ones faster than they are killed.
+    """
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    latest = time.monotonic() + ENDING
     while left := descendants() - others:
+        if time.monotonic() > latest:
+            raise Refused("processes that it started could not be ended")
         for pid in left:
             with contextlib.suppress(OSError):  # another's child, or ended
                 os.kill(pid, signal.SIGKILL)
@@ -120,12 +127,12 @@ def end(process, others):
 
 
 def run_apart(folder, seconds):
-    """Train the entry in a folder. Return its seconds, and its exit code or None if it did not end within the limit.
+    """Train the entry in a folder, and end all that it has started.
 
-    The clock runs from the start of the process until it has ended, with all that it has started.
+    Return its exit code, or None if it did not end within the limit.
     """
     adopt_orphans()
-    others, start = descendants(), time.monotonic()
+    others = descendants()
     command = [sys.executable, "-m", task.__name__, folder]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
     code = None
@@ -134,7 +141,7 @@ def run_apart(folder, seconds):
             code = process.wait(seconds)
     finally:
         end(process, others)
-    return time.monotonic() - start, code
+    return code
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -211,7 +218,7 @@ def judge_once(entry, division, device):
     limits, seed = DIVISIONS[division], secrets.randbelow(2**32)
     before = file_hashes(), importable()
     source = Source(limits.vocab_size)
-    fields = dict(seed=seed, outcome="reached", reason=None, loss=None, floor=None, joules=None)
+    fields = dict(seed=seed, outcome="reached", reason=None, seconds=None, loss=None, floor=None, joules=None)
     with tempfile.TemporaryDirectory(prefix="contest_", ignore_cleanup_errors=True) as scratch:
         sequences, _ = source.draw(limits.sequences)
         deadline = time.monotonic() + limits.seconds
@@ -219,11 +226,13 @@ def judge_once(entry, division, device):
         Path(scratch, task.ENTRY).write_bytes(entry)
         Path(scratch, task.FIELDS).write_text(json.dumps(told))
         np.save(Path(scratch, task.SEQUENCES), sequences)
-        meter = hardware.meter_energy(device)
-        fields["seconds"], code = run_apart(scratch, limits.seconds)
-        used = meter(llama.Config(num_steps=1), 1)  # all of it counts as one step
-        fields["joules"] = used and used["step_j"]
+        meter, start = hardware.meter_energy(device), time.monotonic()
         try:
+            # The clock runs until the process has ended, with all that it has started.
+            code = run_apart(scratch, limits.seconds)
+            fields["seconds"] = time.monotonic() - start
+            used = meter(llama.Config(num_steps=1), 1)  # all of it counts as one step
+            fields["joules"] = used and used["step_j"]
             if (file_hashes(), importable()) != before:
                 raise Refused("files of the project changed while it ran")
             if code is None:
@@ -254,9 +263,10 @@ def choose_division(asked, device):
 
 def show(name, fields):
     """Print the line of a seed."""
+    seconds = "no end" if fields["seconds"] is None else f"{fields['seconds']:.1f} s"
     joules = "" if fields["joules"] is None else f", {fields['joules']:.0f} J"
     reason = fields["reason"] or f"loss {fields['loss']:.4f}, of the source itself {fields['floor']:.4f}"
-    print(printable(f"{name}: {fields['seconds']:.1f} s{joules}, {fields['outcome']}: {reason}"), flush=True)
+    print(printable(f"{name}: {seconds}{joules}, {fields['outcome']}: {reason}"), flush=True)
 
 
 def judge(path, entry, participant, division, device):
@@ -274,7 +284,7 @@ def judge(path, entry, participant, division, device):
         "project": file_hashes(),
         "seeds": [],
     }
-    print(f"{participant}, division {division}: loss {limits.target} within {limits.seconds} s", flush=True)
+    print(f"{participant}, division {division}: loss {limits.target}, at most {limits.seconds} s a seed", flush=True)
     # The first run fills the caches of compilers and of the disk; it counts only if it is refused.
     for number in range(SEEDS + 1):
         fields = judge_once(entry, division, device)

@@ -52,14 +52,13 @@ class Task(NamedTuple):
         return self.deadline - time.monotonic()
 
     def batches(self, size):
-        """Yield (tokens, targets), both int64 (size, LENGTH) on the device: all sequences in random order, for ever."""
+        """Yield (tokens, targets) of random sequences, both int64 (size, LENGTH) on the device, for ever."""
         import torch
 
         sequences = torch.from_numpy(self.sequences).to(self.device)
         while True:
-            for rows in torch.randperm(len(sequences), device=self.device).split(size):
-                batch = sequences[rows].long()
-                yield batch[:, :-1], batch[:, 1:]
+            batch = sequences[torch.randint(len(sequences), (size,), device=self.device)].long()
+            yield batch[:, :-1], batch[:, 1:]
 
     def save(self, config, weights):
         """Save a LLaMA: a Config of tiny_llama_v3, and {name: tensor} of its weights as in TrainStep.state_dict()."""

@@ -181,6 +181,16 @@ def test_what_an_entry_leaves_behind_is_killed_before_the_weights_are_read(judge
     assert ended == [True]
 
 
+def test_processes_that_do_not_end_are_refused(judged, monkeypatch):
+    """As each has started another by the time that it is killed."""
+    monkeypatch.setattr(judge, "ENDING", 0)
+    before = iter([set()])
+    monkeypatch.setattr(judge, "descendants", lambda: next(before, {2**30}))
+    fields = judged()
+    assert fields["outcome"] == "refused" and "processes that it started could not be ended" in fields["reason"]
+    assert fields["seconds"] is None
+
+
 def test_changed_files_of_the_project_are_refused(judged, tmp_path, monkeypatch):
     for name in ("exercises", "measure", "tiny_llama"):
         (tmp_path / name).symlink_to(ROOT / name)
