@@ -9,6 +9,7 @@ be met. Of board: 0 done, 1 a file was left out, 2 there is nothing to show. Of 
 is written.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -39,6 +40,8 @@ def parse(argv):
 def run(options):
     """Judge an entry, write the result, and return the exit code."""
     path = options.path
+    if not hasattr(os, "killpg"):
+        raise llama.UsageError("run cannot end what an entry starts on this system: use Linux, WSL or macOS")
     try:
         with open_input(path, MOST_BYTES) as file:
             entry = file.read()
@@ -62,7 +65,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # Windows has the first alone
         if signal.getsignal(number) != signal.SIG_IGN:  # as of nohup
             signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the entry must not go on alone
     sys.exit(main())

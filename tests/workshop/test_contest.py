@@ -375,6 +375,12 @@ def test_what_cannot_be_done_takes_one_line(argv, remedy, tmp_path, monkeypatch,
     assert {*tmp_path.rglob("*")} == before
 
 
+def test_a_system_without_groups_of_processes_is_refused(command, monkeypatch):
+    monkeypatch.delattr(os, "killpg")
+    code, result, said = command("pass")
+    assert (code, result) == (2, None) and "use Linux" in said.err
+
+
 @pytest.mark.parametrize("gib, asked, expected", [(24, None, "small"), (24, "large", "large"), (80, None, "large")])
 def test_the_division_follows_from_the_device(gib, asked, expected, monkeypatch):
     card = SimpleNamespace(total_memory=gib * 2**30)
@@ -439,6 +445,13 @@ def test_the_board_has_the_fastest_first_and_who_did_not_reach_last(tmp_path, ca
         page.index(f">{name}<") for name in ("fast", "slow", "never", "card")
     )
     assert "not reached: its loss is &lt;above&gt;" in page and "5000, 5000, 5000" in page and ">fast0000<" in page
+
+
+def test_our_entries_are_the_first_on_the_board():
+    shown = board.board_of(contest.RESULTS)
+    ours = {row["participant"]: row for row in shown["divisions"]["laptop"]}
+    assert {"entry", "entry_torch"} <= ours.keys() and not shown["left_out"]
+    assert all(ours[name]["median"] for name in ("entry", "entry_torch"))
 
 
 BROKEN = ["{", "[]", "{}", json.dumps(result("x", 1.0, seeds=3)), json.dumps(result("x", 1.0, division="none"))]
