@@ -114,6 +114,8 @@ def describe(error, path):
         chain.append(chain[-1].__cause__)
     error, line = chain[-1], next(filter(None, (line_of(link, path) for link in reversed(chain))), None)
     kind, said, place = type(error).__name__, str(getattr(error, "error_message", None) or error).strip(), ""
+    if not said:  # an assert without words, of Triton for example: its condition tells
+        said = traceback.extract_tb(error.__traceback__)[-1].line or ""
     found = f"{kind}: {said}"
     if line:
         place, found = f" in line {line} of {path.name}", linecache.getline(str(path), line) + found

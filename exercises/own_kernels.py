@@ -173,6 +173,9 @@ class Counts(Observer):
 
     store = load
 
+    def atomic(self, access, loads):
+        self.load(access)
+
 
 class CountOperators(TorchFunctionMode):
     """Count calls of PyTorch's operators, and the bytes that they read and write; views move nothing."""

@@ -14,14 +14,15 @@ import torch
 
 
 class Access:
-    """One load or store of a program."""
+    """One load, store or atomic operation of a program."""
 
     def __init__(self, builder, pointers, mask, value):
         self.program = builder.grid_idx  # its three program ids
         self.element_type = pointers.get_element_ty()
         self.addresses = pointers.data.astype(np.int64)
-        self.mask = np.broadcast_to(mask.data, self.addresses.shape)
-        self.value = value  # what is stored; of a load, what `other` gives, or None
+        # Of a descriptor, releases before 3.9 have an array here, whose data is its memory.
+        self.mask = np.broadcast_to(np.asarray(mask.data), self.addresses.shape)
+        self.value = value  # what is stored, or the operand of an atomic; of a load, what `other` gives, or None
 
     def order(self):
         """Return the order of a tile's lanes in compiled code: rows ("C"), or columns ("F") if these are contiguous."""
@@ -41,6 +42,9 @@ class Observer:
     def store(self, access):
         """See a program store."""
 
+    def atomic(self, access, loads):
+        """See a program store by an atomic operation, which loads what is there unless it is an exchange."""
+
     def dot(self, product):
         """See a program multiply two tiles, product.sides."""
 
@@ -48,41 +52,60 @@ class Observer:
 @contextlib.contextmanager
 def observed_by(*observers):
     """Hand what kernels do within this context to the observers, in their order."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
     builder_type, executor_type = interpreter.InterpreterBuilder, interpreter.GridExecutor
     execute, dot = executor_type.__call__, builder_type.create_dot
     load, store = builder_type.create_masked_load, builder_type.create_masked_store
+    read_modify_write, compare_and_swap = builder_type.create_atomic_rmw, builder_type.create_atomic_cas
 
     def tell(event, *what):
         for observer in observers:
             getattr(observer, event)(*what)
 
+    def mask_of(access):
+        return interpreter.TensorHandle(access.mask, tl.int1)
+
     def observed_execute(executor, *args, **kwargs):
-        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-        tell("launch", executor.fn.__name__, tensors)
+        # A tensor descriptor has its tensor as `base`.
+        operands = [getattr(arg, "base", arg) for arg in (*args, *kwargs.values())]
+        tell("launch", executor.fn.__name__, [arg for arg in operands if isinstance(arg, torch.Tensor)])
         execute(executor, *args, **kwargs)
 
-    def observed_load(builder, pointers, mask, other, *rest):
+    # Releases of Triton differ in the arguments behind these, which are passed on as they come.
+
+    def observed_load(builder, pointers, mask, other, *rest, **named):
         access = Access(builder, pointers, mask, other)
         tell("load", access)
-        return load(builder, pointers, type(mask)(access.mask, mask.dtype), access.value, *rest)
+        return load(builder, pointers, mask_of(access), access.value, *rest, **named)
 
-    def observed_store(builder, pointers, value, mask, *rest):
+    def observed_store(builder, pointers, value, mask, *rest, **named):
         access = Access(builder, pointers, mask, value)
         tell("store", access)
-        store(builder, pointers, value, type(mask)(access.mask, mask.dtype), *rest)
+        return store(builder, pointers, value, mask_of(access), *rest, **named)
 
-    def observed_dot(builder, a, b, c, precision, *rest):
+    def observed_read_modify_write(builder, operation, pointers, value, mask, *rest, **named):
+        access = Access(builder, pointers, mask, value)
+        tell("atomic", access, operation.name != "XCHG")
+        return read_modify_write(builder, operation, pointers, value, mask_of(access), *rest, **named)
+
+    def observed_compare_and_swap(builder, pointers, compared, value, *rest, **named):
+        everywhere = SimpleNamespace(data=True)  # it has no mask, and what lies outside cannot be left out
+        tell("atomic", Access(builder, pointers, everywhere, value), True)
+        return compare_and_swap(builder, pointers, compared, value, *rest, **named)
+
+    def observed_dot(builder, a, b, c, precision, *rest, **named):
         product = SimpleNamespace(sides=[a, b], precision=getattr(precision, "name", ""))
         tell("dot", product)
-        return dot(builder, *product.sides, c, precision, *rest)
+        return dot(builder, *product.sides, c, precision, *rest, **named)
 
     patch = mock.patch.multiple
     with (
         patch(executor_type, __call__=observed_execute),
-        patch(builder_type, create_masked_load=observed_load),
-        patch(builder_type, create_masked_store=observed_store, create_dot=observed_dot),
+        patch(builder_type, create_masked_load=observed_load, create_masked_store=observed_store),
+        patch(builder_type, create_atomic_rmw=observed_read_modify_write),
+        patch(builder_type, create_atomic_cas=observed_compare_and_swap, create_dot=observed_dot),
     ):
         yield
 

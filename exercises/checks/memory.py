@@ -94,21 +94,32 @@ class Watch(Observer):
     def load(self, access):
         if access.value is None and not access.mask.all():
             self.undefined = self.undefined or self.line()
-        indices, name, program = self.inside("reads", access)
+        self.loaded(*self.inside("reads", access))
+
+    def store(self, access):
+        indices, name, program = self.inside("writes", access)
+        numbers = np.broadcast_to(access.value.data, access.mask.shape)[access.mask].tolist()
+        if len({*zip(indices.tolist(), numbers, strict=True)}) > len({*indices.tolist()}):
+            hint = "which one stays is chance: what lies beyond the end of a row may be the beginning of the next"
+            self.tell(f"stores several numbers at one place of {name}", hint)
+        self.stored(indices, name, program)
+
+    def atomic(self, access, loads):
+        touched = self.inside("writes", access)
+        if loads:
+            self.loaded(*touched)
+        self.stored(*touched)
+
+    def loaded(self, indices, name, program):
         if name in self.outputs and (self.owner[indices] < 0).any():
             self.tell(
                 f"loads from {name} before anything is stored there",
                 "it is a result, and its memory holds anything. Load an input, and store the result once",
             )
 
-    def store(self, access):
-        indices, name, program = self.inside("writes", access)
+    def stored(self, indices, name, program):
         if name and name not in self.outputs:
             self.tell(f"stores into {name}, which is an input", f"the result is {' and '.join(sorted(self.outputs))}")
-        numbers = np.broadcast_to(access.value.data, access.mask.shape)[access.mask].tolist()
-        if len({*zip(indices.tolist(), numbers, strict=True)}) > len({*indices.tolist()}):
-            hint = "which one stays is chance: what lies beyond the end of a row may be the beginning of the next"
-            self.tell(f"stores several numbers at one place of {name}", hint)
         others = (self.owner[indices] >= 0) & (self.owner[indices] != program)
         if others.any():
             first, whose = self.owner[indices][others][0], "what" if others.all() else "part of what"
