@@ -20,7 +20,6 @@ class Access:
         self.program = builder.grid_idx  # its three program ids
         self.element_type = pointers.get_element_ty()
         self.addresses = pointers.data.astype(np.int64)
-        # Of a descriptor, releases before 3.9 have an array here, whose data is its memory.
         self.mask = np.broadcast_to(np.asarray(mask.data), self.addresses.shape)
         self.value = value  # what is stored, or the operand of an atomic; of a load, what `other` gives, or None
 
@@ -64,8 +63,9 @@ def observed_by(*observers):
         for observer in observers:
             getattr(observer, event)(*what)
 
-    def mask_of(access):
-        return interpreter.TensorHandle(access.mask, tl.int1)
+    def narrowed(mask, access):
+        # Of a descriptor, releases before 3.9 have an array. One that is not of True and False is refused later on.
+        return interpreter.TensorHandle(access.mask, tl.int1 if isinstance(mask, np.ndarray) else mask.dtype)
 
     def observed_execute(executor, *args, **kwargs):
         # A tensor descriptor has its tensor as `base`.
@@ -78,17 +78,17 @@ def observed_by(*observers):
     def observed_load(builder, pointers, mask, other, *rest, **named):
         access = Access(builder, pointers, mask, other)
         tell("load", access)
-        return load(builder, pointers, mask_of(access), access.value, *rest, **named)
+        return load(builder, pointers, narrowed(mask, access), access.value, *rest, **named)
 
     def observed_store(builder, pointers, value, mask, *rest, **named):
         access = Access(builder, pointers, mask, value)
         tell("store", access)
-        return store(builder, pointers, value, mask_of(access), *rest, **named)
+        return store(builder, pointers, value, narrowed(mask, access), *rest, **named)
 
     def observed_read_modify_write(builder, operation, pointers, value, mask, *rest, **named):
         access = Access(builder, pointers, mask, value)
         tell("atomic", access, operation.name != "XCHG")
-        return read_modify_write(builder, operation, pointers, value, mask_of(access), *rest, **named)
+        return read_modify_write(builder, operation, pointers, value, narrowed(mask, access), *rest, **named)
 
     def observed_compare_and_swap(builder, pointers, compared, value, *rest, **named):
         everywhere = SimpleNamespace(data=True)  # it has no mask, and what lies outside cannot be left out

@@ -90,15 +90,30 @@ def tasks_of(*tasks):
     return {each.check.__name__: each for each in tasks}
 
 
+def kind_of(found, right):
+    """Say how computed numbers differ from the right ones, in all cases alike; "" if nothing stands out."""
+    if found[0] is None:
+        return "is it returned?"
+    if not isinstance(found[0], (int, float, tuple)):
+        return f"a {type(found[0]).__name__} is returned"
+    if isinstance(right[0], int) and not isinstance(found[0], tuple):
+        ratios = [got / wanted for got, wanted in zip(found, right, strict=True)]
+        if max(ratios) - min(ratios) < 1e-9 * abs(max(ratios)):
+            return f"always {ratios[0]:.4g} times what is expected"
+    return ""
+
+
 def counting(name, solution, hint, *cases):
     """Return the Task to compute the numbers that the solution computes."""
 
     def check(exercise):
         found, right = ([getattr(module, name)(*sizes) for sizes in cases] for module in (exercise, solution))
+        found = [tuple(got) if isinstance(got, list) else got for got in found]
         for sizes, got, wanted in zip(cases, found, right, strict=True):
             if got != wanted:
                 # All of them, as in one case two mistakes may count the same.
-                raise Wrong(f"{name}{sizes} is {got!r}, expected {wanted!r}", hint, of=repr(found))
+                said = "; ".join(filter(None, (kind_of(found, right), hint)))
+                raise Wrong(f"{name}{sizes} is {got!r}, expected {wanted!r}", said, of=repr(found))
 
     check.__name__ = name
     return task(())(check)
@@ -158,6 +173,10 @@ def expect_close(result, wanted, tolerance, hint, name=None):
         symptom = (
             f"what the mask in line {undefined} leaves out may be anything, here infinity: give it a value, other="
         )
+    elif torch.equal(bad, ~stored):
+        whole = stored.flatten(1).all(dim=1) if stored.ndim > 1 else stored
+        shown = ranges(whole) or "parts of rows"
+        symptom = f"what is stored is right, {shown}: the mask leaves out the rest, or no program's block has it"
     else:
         symptom = symptom_of(got, wanted, bad)
     count = f"{int(bad.sum())} of {bad.numel()} elements of {name} {'is' if bad.sum() == 1 else 'are'} wrong"
@@ -174,14 +193,18 @@ def symptom_of(got, wanted, bad):
 
     kind, error, ratio = "rows" if got.ndim > 1 else "elements", got - wanted, got / wanted
     off = error.abs().max() / wanted.abs().max()
-    if got.isfinite().all():
+    if got.isfinite().all() and wanted.isfinite().all():
         if not got.any():
             return "it is all zeros"
         middle = ratio.median()
-        if ((ratio - middle).abs() <= 0.02 * (middle - 1).abs()).all():
+        if abs(middle - 1) > 1e-3 and ((ratio - middle).abs() <= 0.02 * (middle - 1).abs()).all():
             return f"every element is {middle:.4g} times what is expected"
         if off > 0.01 and len(got) > 1 and same(got, got[:1].expand_as(got)):
-            return f"all {kind} are the same: does every program take its own?"
+            return f"all {kind} are the same: is each computed from its own inputs?"
+        if off > 0.01 and same(got.abs(), wanted.abs()):
+            return "right but for the sign"
+        if off > 0.01 and got.numel() > 1 and same(error, error.flatten()[:1].expand_as(error)):
+            return f"every element is {error.abs().max():.4g} too {'large' if error.max() > 0 else 'small'}"
         # Rounding errs to both sides.
         if off < 0.01 and 0.1 < (error[bad] > 0).double().mean() < 0.9:
             precision = "fp32, where the inputs are fp64" if off < 1e-6 else "fp16 or bf16"
@@ -210,6 +233,33 @@ def unchanged(**inputs):
             f"{name} is an input, and was changed in place",
             "by +=, *=, a method whose name ends with _, or a store; make a new tensor instead",
         )
+
+
+def expect_from(call, module, name, result):
+    """Expect that the result of a call comes from a kernel of the module: it is another one if the kernel does nothing.
+
+    name: of the kernel.
+    """
+    kernel = getattr(module, name)
+    expect(hasattr(kernel, "run"), f"{name} is no kernel", "@triton.jit stands above it")
+    run = kernel.run
+
+    def spoiled(*args, **kwargs):
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        before = [tensor.clone() for tensor in tensors]
+        run(*args, **kwargs)
+        for tensor, old in zip(tensors, before, strict=True):
+            if not torch.equal(tensor, old):
+                tensor.copy_(tensor * 2 + 1)
+
+    with mock.patch.object(kernel, "run", mock.Mock(side_effect=spoiled)) as launched:
+        other = call()
+    expect(launched.called, f"{name} was not launched", "it is the kernel that is asked for: launch it for the result")
+    expect(
+        not torch.equal(other, result),
+        f"{name} was launched, but the result does not come from it",
+        "return what the kernel has stored",
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

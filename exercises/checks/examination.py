@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
 
-from exercises.checks.common import NotYet, expect, expect_close, randn, task, tasks_of, unchanged
+from exercises.checks.common import NotYet, expect, expect_close, expect_from, randn, task, tasks_of, unchanged
+from exercises.checks.memory import EXISTING, addresses
 from exercises.checks.mutants import mistakes_of, with_mistake
 from exercises.own_kernels import LINE, CountOperators, Counts
 from exercises.probe import Observer, observed_by
@@ -51,20 +53,26 @@ def question(name):
 BEFORE = SimpleNamespace(TASKS=tasks_of(*map(question, "ABCDEF")), COMPILED=COMPILED)
 
 
-def piece(results_of):
-    """Return the Task to name a mistake and to mend it: results_of(module) returns {name: result}, or raises Wrong."""
+def piece(hint):
+    """Return the decorator that makes the Task to name a mistake and to mend it.
 
-    @functools.wraps(results_of)
-    def check(exercise):
-        # The answer comes first, as what is said of a wrong mend would give it away.
-        name = results_of.__name__
-        expect_answer(exercise.ANSWERS.get(name), solution.ANSWERS[name])
-        got = results_of(exercise)
-        torch.manual_seed(0)  # for the same inputs
-        for label, wanted in results_of(solution).items():
-            expect_close(got[label], wanted, 1e-4, "compare with the docstring", label)
+    results_of(module) returns {name: result}, or raises Wrong. hint: what the results should be.
+    """
 
-    return task(())(check)
+    def task_of(results_of):
+        @functools.wraps(results_of)
+        def check(exercise):
+            # The answer comes first, as what is said of a wrong mend would give it away.
+            name = results_of.__name__
+            expect_answer(exercise.ANSWERS.get(name), solution.ANSWERS[name])
+            got = results_of(exercise)
+            torch.manual_seed(0)  # for the same inputs
+            for label, wanted in results_of(solution).items():
+                expect_close(got[label], wanted, 1e-4, hint, label)
+
+        return task(())(check)
+
+    return task_of
 
 
 class Races(Observer):
@@ -82,24 +90,61 @@ class Races(Observer):
         self.owners |= dict.fromkeys(access.addresses[access.mask].tolist(), access.program)
 
 
-@piece
+class Outside(Observer):
+    """Leave out of loads and stores what lies outside of the kernel's tensors, and find out whether anything does."""
+
+    def __init__(self):
+        self.found = False
+
+    def launch(self, kernel, tensors):
+        self.known = np.concatenate([addresses(tensor) for tensor in tensors])
+
+    def load(self, access):
+        inside = np.isin(access.addresses, self.known)
+        self.found |= bool((access.mask & ~inside).any())
+        access.mask = access.mask & inside
+
+    store = load
+
+    def atomic(self, access, loads):
+        self.load(access)
+
+
+def result_of(call, module, name, *observers):
+    """Return what a call gives, which has to come from the kernel of this name, and from within its tensors."""
+    with observed_by(outside := Outside(), *observers):
+        result = call()
+    expect(not outside.found, f"{name} loads or stores outside of its tensors", EXISTING)
+    expect_from(call, module, name, result)
+    return result
+
+
+@piece("each token adds 1 to the count of its expert, in whatever block it is; lanes beyond the end add nothing")
 def count_tokens_kernel(module):
-    with observed_by(races := Races()):
-        counts = module.tokens_per_expert(torch.randint(0, 8, (300,)), 8)
+    chosen, races = torch.randint(0, 8, (300,)), Races()
+    counts = result_of(lambda: module.tokens_per_expert(chosen, 8), module, "count_tokens_kernel", races)
     expect(not races.found, "a program loads or stores what another one has stored", "which of them comes first?")
     return {"the number of tokens": counts}
 
 
-@piece
+@piece(
+    "the output is that of F.linear with weight / (left @ weight @ right), in which only left and right are constants"
+)
 def spectral_linear(module):
     x, weight, left = randn(3, 6), randn(4, 6).requires_grad_(), randn(4)
     out, better = module.spectral_linear(x, weight, left)
-    expect(out.requires_grad, "the weight receives no gradient", "where does the way to the output end?")
+    expect(out.requires_grad, "the weight receives no gradient", CUT)
     (out * randn(*out.shape)).sum().backward()
+    expect(weight.grad is not None, "the weight receives no gradient", CUT)
     return {"the output": out, "left": better, "the gradient of weight": weight.grad}
 
 
-@piece
+CUT = "where does the way from the weight to the output end?"
+
+
+@piece(
+    "only previous tokens change, each once: a positive score is divided by the penalty, another one multiplied by it"
+)
 def penalize_repetition(module):
     results, calls, sizes = {}, [], ((2, 3), (2, 9), (5, 3))
     for size in sizes:
@@ -118,36 +163,43 @@ IN_ORDER = (
 )
 
 
-@piece
+@piece("the bytes of all calls, divided by the seconds that they take and by 1e9")
 def copy_bandwidth(module):
     # What the host asks of a GPU, and when. The clock shows seconds, and an event milliseconds.
     host = mock.MagicMock()
     host.clock.side_effect = itertools.count()
     host.cuda.Event.return_value.elapsed_time.return_value = 1000
-    with mock.patch.object(torch, "cuda", host.cuda), mock.patch("time.perf_counter", host.clock):
+    clocks = [mock.patch(f"time.{name}", host.clock) for name in ("perf_counter", "monotonic", "time")]
+    with mock.patch.object(torch, "cuda", host.cuda), clocks[0], clocks[1], clocks[2]:
         told = module.copy_bandwidth(host.copy, 1e9, 2)
     order = ", ".join(call[0].split(".")[-1] for call in host.mock_calls)
-    expect(order.endswith(IN_ORDER), f"the host calls {order}", "what does the device do when the clock is read?")
+    expect(
+        order.endswith(IN_ORDER),
+        f"for 2 calls the host calls {order}",
+        f"what does the device do when the clock is read? Expected at the end: {', or '.join(IN_ORDER)}",
+    )
     return {"the bandwidth for 1 GB and 2 calls in 1 s": torch.tensor(told)}
 
 
-@piece
+@piece("y[i, j] = x[i, j] / factor[j], of all rows and columns: has each block a program in the grid?")
 def divide_columns_kernel(module):
-    x, factor = randn(48, 96), torch.rand(96) + 0.5
-    with observed_by(counts := Counts()):
-        y = module.divide_columns(x, factor)
+    x, factor, counts = randn(48, 96), torch.rand(96) + 0.5, Counts()
+    y = result_of(lambda: module.divide_columns(x, factor), module, "divide_columns_kernel", counts)
     # Those of x and y once, and as many again for what straddles two and for the factors.
     fact = f"it touches {counts.lines:,} cache lines, for {2 * x.nbytes // LINE} of x and y"
     expect(counts.lines < 4 * x.nbytes / LINE, fact, "which elements do the lanes of a wave load together?")
     return {"the result": y}
 
 
-@piece
+@piece(
+    "the loss is the sum of those of all tokens, divided by the number of all targets but -100; every batch adds to it"
+)
 def accumulate_gradients(module):
     model = torch.nn.Embedding(11, 11)
     batches = [torch.randint(0, 11, (2, *size)).unbind() for size in ((2, 9), (1, 4), (3, 2))]
     batches[0][1][:, 5:] = -100
     loss = module.accumulate_gradients(model, batches)
+    expect(model.weight.grad is not None, "the weights receive no gradient", "where does the way to the loss end?")
     return {"the gradient": model.weight.grad, "the loss": torch.as_tensor(loss)}
 
 

@@ -18,6 +18,7 @@ from exercises.checks.common import (
 from exercises.checks.memory import launch
 from exercises.solutions import exercise1_triton_basics as solution
 
+FORMULA = "y = x * rstd * weight, with rstd = 1 / sqrt(mean of x^2 over n_cols + eps): square_sum begins at 0.0"
 ROW = "program p stores row p: y_ptr + row * n_cols + cols, cols < n_cols"
 
 
@@ -44,7 +45,7 @@ def rmsnorm_kernel(exercise, n_rows, n_cols, gap, block_size, eps=1e-5, dtype=FP
         share=ROW,
     )
     wanted, _ = llama.torch_rmsnorm(x.double(), None, weight.double(), eps)
-    hint = "compare with the formula in the docstring" if dtype == FP32 else CAST
+    hint = FORMULA if dtype == FP32 else CAST
     # Twice: Hugging Face's rounds x * rstd, too.
     expect_close(y, wanted, 2 * TOLERANCE[dtype], hint)
 

@@ -14,6 +14,7 @@ from exercises.checks.common import (
     counting,
     expect,
     expect_close,
+    expect_from,
     randn,
     task,
     tasks_of,
@@ -47,6 +48,7 @@ LARGE = "right for small gates: is a large exp divided by another, or by infinit
 )
 def silu_mul_kernel(exercise, n_elements, block_size, dtype=FP32, size=1):
     gate, up = randn(n_elements, dtype=dtype) * size, randn(n_elements, dtype=dtype)
+    gate[1] = up[2] = 0  # stored like any other
     out = launch(
         exercise.silu_mul_kernel,
         (llama.cdiv(n_elements, block_size),),
@@ -86,6 +88,10 @@ def silu_mul_backward_kernel(exercise, shape, block_size, dtype=FP32, size=3):
         expect_close(ours, theirs, TOLERANCE[dtype], LARGE if size > 3 else hint)
 
 
+def gradient(out, x, out_grad):
+    return torch.autograd.grad(out, x, out_grad, retain_graph=True)[0]
+
+
 @task(  # shape of x, inner, dtype
     ((2, 3, 32), 48),
     ((5, 24), 40),
@@ -102,29 +108,42 @@ def hybrid_swiglu(exercise, shape, inner, dtype=FP32):
     with applied as used, unchanged(**leaves):
         out = exercise.hybrid_swiglu(*leaves.values())
     wanted = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-    expect_close(out, wanted, tolerance, "down(silu(x gate) * (x up))", f"the output for x of {shape}")
+    expect_close(
+        out,
+        wanted,
+        tolerance,
+        "F.linear(hidden, down_weight), with hidden of SiluMul.apply(gate, up), gate and up by F.linear of x",
+        f"the output for x of {shape}",
+    )
     expect(used.called, "the output is right, but SiluMul.apply was not called", "it launches your kernels")
     cut = "SiluMul.apply is called, so the way is cut by .detach(), .data, torch.tensor() or torch.no_grad()"
     # A sum alone would give every element the same gradient.
     out_grad = randn(*out.shape, dtype=dtype)
     expect(out.requires_grad, "x receives no gradient", cut)
-    out.backward(out_grad)
+    expect_from(lambda: exercise.hybrid_swiglu(*leaves.values()), exercise, "silu_mul_kernel", out)
+    out.backward(out_grad, retain_graph=True)
     wanted.backward(out_grad)
     for name, leaf in leaves.items():
         expect(leaf.grad is not None, f"{name} receives no gradient", cut)
     for (name, leaf), theirs in zip(leaves.items(), exact, strict=True):
         expect_close(leaf.grad, theirs.grad, tolerance, "is anything detached on the way?", f"the gradient of {name}")
+    expect_from(lambda: gradient(out, leaves["x"], out_grad), exercise, "silu_mul_backward_kernel", leaves["x"].grad)
+
+
+CALLS = "loss() was called {} times, expected once at weight + step * direction and once at weight - step * direction"
+LOSSES = "both losses are the right ones: (that of the step forth - that of the step back) / (2 * step)"
 
 
 @task((3, 5, 0.5), (4, 1, 0.25))  # the shape of weight, step: large, so that a formula shows
 def slope(exercise, rows, cols, step):
     weight = (randn(rows, cols).double() / 3).requires_grad_()
     start, direction, factor = weight.detach().clone(), randn(rows, cols).double(), randn(rows, cols).double()
-    moved = []
+    called = []
 
     def loss():
-        moved.append(weight.detach() - start)
-        return (factor * weight.exp()).sum()
+        value = (factor * weight.exp()).sum()
+        called.append(value.item())
+        return value
 
     got = exercise.slope(loss, weight, direction, step)
     expect(isinstance(got, float), f"slope returns {str(got)[:100]}", "expected a number, as .item() gives it")
@@ -133,7 +152,7 @@ def slope(exercise, rows, cols, step):
         torch.tensor([got], dtype=torch.float64, device=weight.device),
         ((forth - back) / (2 * step))[None],
         1e-9,
-        f"loss() was called {len(moved)} times, expected at weight + step * direction and at weight - step * direction",
+        LOSSES if called == [forth.item(), back.item()] else CALLS.format(len(called)),
         f"the slope with a step of {step}",
     )
     kept = "clone it before the first step, and copy it back at the end: to subtract what was added rounds"

@@ -20,11 +20,23 @@ from exercises.checks.common import (
 from exercises.checks.memory import launch
 from exercises.solutions import exercise3_flash_attention as solution
 
+FOLDED = {
+    "m": "the larger of the old m and the largest score of the tile, for each row",
+    "l": "the old l times exp(m - m_new), plus the row's sum of exp(score - m_new)",
+    "acc": "the old acc times exp(m - m_new), plus exp(score - m_new) @ values",
+}
+FIRST = "; this is the first tile, before which m is -inf, and l and acc are 0"
 
-@task((5, 8), (3, 2))  # rows, d
-def fold(exercise, rows, d):
+
+LARGE = "right for small scores: exp(score) and exp(m) overflow, or are 0, and only exp of a difference is in range; "
+
+
+@task((5, 8), (3, 2), (3, 2, 2000.0))  # rows, d, how large the scores are
+def fold(exercise, rows, d, size=0.0):
     scores, values = randn(rows, 48).double() * 3, randn(48, d).double()
     scores[0, 17] = 90.0  # where the maximum changes, and a sum that is not rescaled cannot be overlooked
+    scores[0] += size
+    scores[1] -= size
     tiles = [(scores[:, begin:end], values[begin:end]) for begin, end in ((0, 16), (16, 17), (17, 48))]
     states = [(scores.new_full((rows,), -math.inf), scores.new_zeros(rows), scores.new_zeros(rows, d))]
     for tile in tiles:
@@ -37,7 +49,7 @@ def fold(exercise, rows, d):
             got = exercise.fold(**given)
         expect_several(got, *names[:3])
         for name, ours, theirs in zip(names, got, states[number + 1], strict=False):
-            hint = "what was summed under the old maximum must be rescaled to the new one"
+            hint = LARGE * (size > 0) + FOLDED[name] + FIRST * (number == 0)
             expect_close(ours, theirs, 1e-9, hint, f"{name} after {number + 1} tiles")
 
 
@@ -73,11 +85,11 @@ def attention(q, k, v):
 
 
 @task(  # seq_len, heads, kv_heads, BLOCK_M, BLOCK_N, the size of q and of v, hint
-    (64, 1, 1, 16, 32, 2, 1, "try without the mask, then with it"),
+    (64, 1, 1, 16, 32, 2, 1, "keys up to the row itself take part; l sums their p, acc p @ v"),
     (37, 6, 2, 16, 32, 2, 1, "right for one head and full tiles: what of heads, and of the last tiles?"),
     (50, 2, 2, 32, 16, 2, 1, "right for tiles of more keys than queries: what of those of more queries?"),
     (32, 1, 1, 16, 16, 200, 1, "right for small scores: exp overflows unless the largest score is subtracted first"),
-    (32, 1, 1, 16, 16, 3e7, 1, "right for small scores: what the mask hides needs the score float('-inf')"),
+    (32, 1, 1, 16, 16, 1e36, 1, "right for small scores: what the mask hides needs the score float('-inf')"),
     (32, 1, 1, 16, 16, 2, 1e5, "right for small values: is acc kept in fp16, whose largest number is 65504?"),
     (37, 4, 2, 16, 32, 2, 1, "right in fp32: does p have the type of v, and everything else stay in fp32?", HALF),
 )

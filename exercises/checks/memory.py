@@ -22,6 +22,11 @@ def addresses(tensor):
 # ----------------------------------------------------------------------------------------------------------------------
 # The watch
 
+EXISTING = (
+    "a mask is True where each index is less than the size of its own dimension, and an address adds each index times "
+    "its own stride"
+)
+
 
 class Watch(Observer):
     """Leaves out of loads and stores what is not theirs to touch, and remembers the first such access.
@@ -83,8 +88,7 @@ class Watch(Observer):
             self.accesses[self.line(), verb, name].append(touches)
         if outside.any():
             lanes, first, last = outside.sum(), offsets[outside][0], tensor.numel() - 1
-            hint = "does the address take its strides and sizes from the arguments, and "
-            hint += "is there a mask?" if wanted.all() else f"the mask compare with the sizes of {name}?"
+            hint = f"{'no lane is left out' if wanted.all() else 'the mask lets it through'}: {EXISTING}"
             if lanes == 1 and first == last + 1:
                 hint = f"one too many; the last element is {last}, so is it < or <=?"
             where = f"in {lanes} of {wanted.sum()} lanes of program {self.shown(program)}"

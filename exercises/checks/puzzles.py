@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 import tiny_llama_v3 as llama
 from exercises.checks import DEVICE, ON_GPU
-from exercises.checks.common import Task, expect, expect_close, randn, task, tasks_of, unwritten
-from exercises.checks.memory import launch
+from exercises.checks.common import Task, Wrong, expect, expect_close, randn, task, tasks_of, unwritten
+from exercises.checks.memory import BLOCKS, launch
 
 cdiv = llama.cdiv
 
@@ -82,14 +82,18 @@ def row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
     x = padded((torch.rand(n_rows, n_cols, device=DEVICE) + 0.5).half(), stride_row)
     args = x, unwritten(n_rows), n_cols, stride_row
     y = launch(puzzles.row_sum_kernel, (n_rows,), *args, BLOCK_SIZE=block_size)
-    expect_close(y, x.double().sum(1), 1e-6, "is every block of the row added once?")
+    expect_close(y, x.double().sum(1), 1e-6, "total begins at 0.0, and the sum of every block is added once")
+
+
+LOWEST = torch.finfo(torch.float32).min
+SOFTMAX = "y is p / tl.sum(p), p = exp(x - maximum of the row), of n_cols columns from row * n_cols on, and no others"
 
 
 @task(  # scores, how much lower those of the second row are
     ((2.0, 1, 0, 1, -1), 0),
     ((-10.7, -10.1, -9.4), 0),
     ((1000.0, 999, -1000), 2000),
-    ((-3.3e38, -3.3e38, -3.3e38), 0),  # below what often stands in for minus infinity
+    ((LOWEST, LOWEST, LOWEST), 0),  # below what often stands in for minus infinity
 )
 def softmax_kernel(puzzles, scores, lower):
     x = torch.tensor(scores, device=DEVICE)
@@ -97,34 +101,39 @@ def softmax_kernel(puzzles, scores, lower):
     n_cols = len(scores)
     block_size = llama.triton.next_power_of_2(n_cols)
     y = launch(puzzles.softmax_kernel, (2,), x, unwritten(2, n_cols), n_cols, BLOCK_SIZE=block_size)
-    expect_close(y, torch.softmax(x.double(), 1), 1e-5, "does each row of y add up to 1?")
+    expect_close(y, torch.softmax(x.double(), 1), 1e-5, SOFTMAX)
 
 
 SCORES = [4.0, 8, 1, 6, 3, 2], [3.0, 1, 5, 2, 9, 7], [-6.0, -2, -4, -3, -8, -5]
 
 
-@task((6, 0), (3, 0), (6, 3.3e38), (3, 3.3e38))  # n_cols, how much lower the scores are
+@task((6, 0), (3, 0), (6, math.inf), (3, math.inf))  # n_cols, how much lower the scores are
 def row_max_kernel(puzzles, n_cols, lower):
     x = padded(torch.tensor(SCORES, device=DEVICE)[:, :n_cols] - lower, 8)
     y = launch(puzzles.row_max_kernel, (3,), x, unwritten(3), n_cols, 8, BLOCK_SIZE=4)
-    expect_close(y, x.amax(1), 0, "print x in the loop, and cols and the mask: which lanes are True?")
+    expect_close(
+        y,
+        x.amax(1),
+        0,
+        "print x in the loop, cols and the mask: which lanes are True, and what begins with float('-inf')?",
+    )
 
 
 SIDES = "BLOCK_M", "BLOCK_N", "BLOCK_K"
 
 
-def expect_product(kernel, grid, sizes, hint, **constants):
+def expect_product(kernel, grid, sizes, hint, share=BLOCKS, **constants):
     """Expect that a kernel multiplies matrices of these sizes, and return what it stores."""
     n_rows, n_cols, n_inner = sizes
     x, y = randn(n_rows, n_inner), randn(n_inner, n_cols)
-    z = launch(kernel, grid, x, y, unwritten(n_rows, n_cols), *sizes, **constants)
+    z = launch(kernel, grid, x, y, unwritten(n_rows, n_cols), *sizes, share=share, **constants)
     expect_close(z, x.double() @ y.double(), 1e-4, hint)
     return z
 
 
 @task((24, 20, 40, 16), (5, 33, 32, 16))  # n_rows, n_cols, n_inner, the block of all three
 def multiply_tile(puzzles, n_rows, n_cols, n_inner, block):
-    hint = "z[i, j] = sum of x[i, k] * y[k, j], and x[i, k] is element i * n_inner + k of x"
+    hint = "z[i, j] = sum of x[i, k] * y[k, j], elements i * n_inner + k of x and k * n_cols + j of y, over all inner"
     grid = cdiv(n_rows, block), cdiv(n_cols, block)
     expect_product(puzzles.matmul_kernel, grid, (n_rows, n_cols, n_inner), hint, **dict.fromkeys(SIDES, block))
 
@@ -133,6 +142,14 @@ GROUPS = (
     "a group has GROUP rows of tiles, the last one perhaps fewer, and so many programs times tiles_across; in a group "
     "column is its program // rows of the group, and row is its first row + its program % rows of the group"
 )
+
+
+def expect_order(programs, wanted, label):
+    """Expect the program of each tile."""
+    for row, col in (programs != wanted).nonzero().tolist()[:1]:
+        program, right = programs[row, col].item(), wanted[row, col].item()
+        fact = f"z is right, but program {program} computes tile ({row}, {col}), expected program {right}, in {label}"
+        raise Wrong(fact, GROUPS, "the order", programs.double())
 
 
 BLOCK = 16
@@ -144,12 +161,12 @@ def grouped_matmul_kernel(puzzles, tile_rows, tile_cols, group):
         (tile_rows * BLOCK - 3, tile_cols * BLOCK - 5, BLOCK),
         dict.fromkeys(SIDES, BLOCK) | {"GROUP": group},
     )
-    z = expect_product(puzzles.grouped_matmul_kernel, (tile_rows * tile_cols,), sizes, GROUPS, **constants)
+    z = expect_product(puzzles.grouped_matmul_kernel, (tile_rows * tile_cols,), sizes, GROUPS, GROUPS, **constants)
     if not ON_GPU:  # where nobody sees which program stores what
         bands = torch.arange(tile_rows * tile_cols).view(tile_rows, tile_cols).split(group)
         # In a band of rows, the programs go down one column after the other.
         wanted = torch.cat([band.reshape(-1, len(band)).T for band in bands])
-        expect_close(z.owner[::BLOCK, ::BLOCK], wanted, 0, GROUPS, f"the program of each tile of {z.label}")
+        expect_order(z.owner[::BLOCK, ::BLOCK], wanted, z.label)
 
 
 POWERS = [2**exponent for exponent in range(11)]
@@ -185,7 +202,7 @@ def tuned_matmul_kernel(puzzles, *sizes):
         expect_to_run(config)
         tiles = cdiv(sizes[0], config.kwargs["BLOCK_M"]) * cdiv(sizes[1], config.kwargs["BLOCK_N"])
         # Without the tuner, which would time them: each has to be right.
-        expect_product(kernel.fn, (tiles,), sizes, GROUPS, **config.all_kwargs())
+        expect_product(kernel.fn, (tiles,), sizes, GROUPS, GROUPS, **config.all_kwargs())
 
 
 def scaled(n_rows, n_inner):
@@ -196,7 +213,13 @@ def scaled(n_rows, n_inner):
     return numbers.view(torch.uint8), scales.to(torch.uint8), exact
 
 
-@task((16, 16, 64, 64), (32, 48, 128, 32))  # n_rows, n_cols, n_inner, BLOCK_K
+SCALED = (
+    "x[i, k] is element i * n_inner + k and y[j, k] element j * n_inner + k; scales have a row of n_inner // 32 for "
+    "each row of x and of y, and number k has scale k // 32"
+)
+
+
+@task((16, 16, 64, 64), (32, 48, 192, 64))  # n_rows, n_cols, n_inner, BLOCK_K
 def scaled_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block_k):
     (x, x_scale, exact_x), (y, y_scale, exact_y) = scaled(n_rows, n_inner), scaled(n_cols, n_inner)
     z = launch(
@@ -205,9 +228,7 @@ def scaled_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block_k):
         *(x, x_scale, y, y_scale, unwritten(n_rows, n_cols), n_cols, n_inner),
         **dict(zip(SIDES, (BLOCK, BLOCK, block_k), strict=True)),
     )
-    expect_close(
-        z, exact_x @ exact_y.T, 1e-4, "the scales of 32 numbers are 2^(byte - 127): does each tile have its own?"
-    )
+    expect_close(z, exact_x @ exact_y.T, 1e-4, SCALED)
 
 
 TASKS = tasks_of(*(each for each in list(globals().values()) if isinstance(each, Task)))
