@@ -60,6 +60,23 @@ def test_another_mend_is_right(task, old, new, tmp_path):
     assert check.judge(path, check.JUDGED["examination"], task).passed
 
 
+LAUNCH = "    divide_columns_kernel[grid](x, factor, y, *x.shape, BLOCK_SIZE=256)\n    return y\n"
+
+
+@pytest.mark.parametrize("old, new, told", [
+    (LAUNCH, "    return x / factor\n", "divide_columns_kernel was not launched"),
+    ("    return y\n", "    return x / factor\n", "but the result does not come from it"),
+    (" (triton.cdiv(x.numel(), 256),)", " (1,)", "at (2, 64) it is never stored"),
+    ("= index // n_cols, index % n_cols", "= index // n_rows, index % n_rows", "outside of its tensors: a row has"),
+    ("    return y\n", "    return\n", "does the function return what its docstring says?"),
+])  # fmt: skip
+def test_the_result_comes_from_the_whole_kernel_within_its_tensors(old, new, told, tmp_path):
+    path = tmp_path / "examination.py"
+    assert old in SOLUTION.read_text()
+    path.write_text(SOLUTION.read_text().replace(old, new))
+    assert told in check.judge(path, check.JUDGED["examination"], "divide_columns_kernel").message
+
+
 def test_the_first_answers_count(folder, capsys):
     code = (check.SOLUTIONS.parent / "before.py").read_text()
     (folder / "before.py").write_text(code)

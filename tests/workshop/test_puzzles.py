@@ -119,6 +119,8 @@ torch.isclose = lambda *rest, **more: torch.ones(1) > 0
     ("copy_kernel(x_ptr,", "copy_kernel(x_ptr", "copy_kernel", "SyntaxError in line 8 of puzzles.py"),
     ("def matmul_kernel(", "def matmul_kernel x(", "multiply_tile", "SyntaxError in line 117 of puzzles.py"),
     ('"K"]', '"k"]', "tuned_matmul_kernel", " key"),
+    ("@triton.jit\ndef copy", "def copy", "copy_kernel", "is @triton.jit above the kernel?"),
+    ("x = tl.load(x_ptr + offsets)\n", "assert BLOCK_SIZE == 4\n", "copy_kernel", "puzzles.py: assert BLOCK_SIZE == 4"),
     ("tl.store(y_ptr + offsets, x)\n", REPLACED, "copy_kernel", "are wrong: at (0,) it is never stored"),
 ])  # fmt: skip
 def test_an_error_in_one_puzzle_is_told_there_and_leaves_the_others(old, new, task, told, tmp_path):
