@@ -175,8 +175,8 @@ def expect_close(result, wanted, tolerance, hint, name=None):
         )
     elif torch.equal(bad, ~stored):
         whole = stored.flatten(1).all(dim=1) if stored.ndim > 1 else stored
-        shown = ranges(whole) or "parts of rows"
-        symptom = f"what is stored is right, {shown}: the mask leaves out the rest, or no program's block has it"
+        shown = f"only {ranges(whole) or 'parts of rows'} is stored, and right"
+        symptom = f"{shown}: the mask leaves out the rest, or no program's block has it"
     else:
         symptom = symptom_of(got, wanted, bad)
     count = f"{int(bad.sum())} of {bad.numel()} elements of {name} {'is' if bad.sum() == 1 else 'are'} wrong"
