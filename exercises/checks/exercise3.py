@@ -171,7 +171,7 @@ def key_value_gradient_kernel(exercise, seq_len, d, scale, block_m, block_n, dty
         BLOCK_N=block_n,
         share="a program stores the gradients of its block of keys",
     )
-    hint = HIDDEN if scale > 1 else "v_grad adds p^T o_grad of each block of queries"
+    hint = HIDDEN if scale > 1 else "v_grad adds p^T o_grad of each block of queries, with p = exp(score - lse)"
     expect_close(got[1], v_grad, tolerance, hint)
     hint = "v_grad is right, so p is; k_grad adds score_grad^T q * scale of each block of queries"
     expect_close(got[0], k_grad, tolerance, hint)

@@ -147,7 +147,10 @@ def apart(tensor):
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-BLOCKS = "each program has a block, row or tile of its own, which begins at its tl.program_id times the size of one"
+BLOCKS = (
+    "each program has a block, row or tile of its own, which begins at its tl.program_id times the size of one, and the "
+    "mask leaves out what lies beyond its end"
+)
 
 
 def launch(kernel, grid, *args, share=BLOCKS, **constants):

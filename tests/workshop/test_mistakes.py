@@ -39,7 +39,25 @@ def test_a_mistake_fails_its_task_and_is_named(exercise, task, words, code, tmp_
     assert words in verdict.message
 
 
+BY_DESCRIPTORS = """
+    x = tl.make_tensor_descriptor(x_ptr, [n_elements], [1], [BLOCK_SIZE])
+    y = tl.make_tensor_descriptor(y_ptr, [n_elements], [1], [BLOCK_SIZE])
+    first = tl.program_id(0) * BLOCK_SIZE
+    y.store([first], x.load([first]))
+    return
+"""
+GRID_COPY = "    offsets = tl.program_id(0) *"
+TILE = "tl.load(x_ptr + rows[:, None] * n_inner + inner[None, :], mask=x_mask, other=0.0)"
+TILE_OF_DESCRIPTOR = (
+    "tl.make_tensor_descriptor(x_ptr, [n_rows, n_inner], [n_inner, 1], [BLOCK_M, BLOCK_K])"
+    ".load([tile_row * BLOCK_M, start])"
+)
+
+
 @pytest.mark.parametrize("exercise, task, old, new", [
+    ("puzzles", "grid_copy_kernel", GRID_COPY, BY_DESCRIPTORS + GRID_COPY),
+    ("puzzles", "multiply_tile", TILE, TILE_OF_DESCRIPTOR),
+    ("puzzles", "row_max_kernel", "row, largest)", 'row, float("-inf"))\n    tl.atomic_max(y_ptr + row, largest)'),
     # as Hugging Face rounds
     ("exercise1", "rmsnorm_kernel", "x * rstd * weight", "(x * rstd).to(y_ptr.dtype.element_ty) * weight"),
     ("exercise2", "silu_mul_kernel", "tl.sigmoid(gate)", "(1 / (1 + tl.exp(-gate)))"),
