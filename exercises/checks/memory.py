@@ -148,8 +148,8 @@ def apart(tensor):
 
 
 BLOCKS = (
-    "each program has a block, row or tile of its own, which begins at its tl.program_id times the size of one, and the "
-    "mask leaves out what lies beyond its end"
+    "each program has a block, row or tile of its own, which begins at its tl.program_id times the size of one, and "
+    "the mask leaves out what lies beyond its end"
 )
 
 
