@@ -21,7 +21,8 @@ from tiny_llama.files import open_input
 # checks, so that the scoreboard runs without Triton.
 PUZZLES = """copy_kernel masked_copy_kernel grid_copy_kernel outer_sum_kernel transpose_kernel row_sum_kernel
 softmax_kernel row_max_kernel multiply_tile""".split()
-LATE_PUZZLES = "grouped_matmul_kernel tuned_matmul_kernel scaled_matmul_kernel".split()
+LATE_PUZZLES = """grouped_matmul_kernel tuned_matmul_kernel scaled_matmul_kernel rope_kernel
+rope_backward_kernel""".split()
 EXERCISE1 = "memory_lines bytes_moved rmsnorm_kernel".split()
 EXERCISE2 = """naive_bytes least_bytes matmul_flop silu_mul_kernel silu_mul_backward_kernel hybrid_swiglu
 slope""".split()

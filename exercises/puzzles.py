@@ -196,3 +196,19 @@ def scaled_matmul_kernel(
         scales = start // 32 + tl.arange(0, BLOCK_K // 32)
         # FILL ME IN (5 lines): load both tiles, y's transposed, and their scales; add tl.dot_scaled to z.
     tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z)
+
+
+@triton.jit
+def rope_kernel(x_ptr, cos_ptr, sin_ptr, y_ptr, half, BLOCK_SIZE: tl.constexpr):
+    """Rotates the pairs of each row of x (n_positions, 2 * half); y like x. Grid: (n_positions,).
+
+    Elements i and i + half of a row are the two coordinates of a point. It turns around 0 by the angle whose cosine and
+    sine are element i of this row of cos and sin, (n_positions, half). BLOCK_SIZE is at least half.
+    """
+    # FILL ME IN (10 lines)
+
+
+@triton.jit
+def rope_backward_kernel(y_grad_ptr, cos_ptr, sin_ptr, x_grad_ptr, half, BLOCK_SIZE: tl.constexpr):
+    """The gradient of x, of that of y: both (n_positions, 2 * half). Grid: (n_positions,)."""
+    # FILL ME IN (10 lines)

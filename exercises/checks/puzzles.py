@@ -232,4 +232,26 @@ def scaled_matmul_kernel(puzzles, n_rows, n_cols, n_inner, block_k):
     expect_close(z, exact_x @ exact_y.T, 1e-4, SCALED)
 
 
+def expect_rotation(kernel, sign, hint, n_positions, half, block_size):
+    """Expect that a kernel rotates pairs by their angles, or with a negative sign back."""
+    x, angles = spread(n_positions, 2 * half), 3 * randn(n_positions, half)
+    y = launch(kernel, (n_positions,), x, angles.cos(), angles.sin(), unwritten(*x.shape), half, BLOCK_SIZE=block_size)
+    # As complex numbers: a factor of length 1 turns them.
+    angles = sign * angles.double()
+    points = torch.complex(*x.double().chunk(2, 1)) * torch.polar(torch.ones_like(angles), angles)
+    expect_close(y, torch.cat([points.real, points.imag], 1), 1e-5, hint)
+
+
+@task((3, 4, 4), (5, 3, 8))  # n_positions, half, BLOCK_SIZE
+def rope_kernel(puzzles, *sizes):
+    hint = "(x1, x2) becomes (x1 * cos - x2 * sin, x2 * cos + x1 * sin), and x2 is half elements behind x1"
+    expect_rotation(puzzles.rope_kernel, 1, hint, *sizes)
+
+
+@task((3, 4, 4), (5, 3, 8))
+def rope_backward_kernel(puzzles, *sizes):
+    hint = "y1 = x1 * cos - x2 * sin and y2 = x2 * cos + x1 * sin: which parts of both contain x1, and which x2?"
+    expect_rotation(puzzles.rope_backward_kernel, -1, hint, *sizes)
+
+
 TASKS = tasks_of(*(each for each in list(globals().values()) if isinstance(each, Task)))

@@ -190,3 +190,30 @@ def scaled_matmul_kernel(
         # Scales are not transposed: a row of them for each row of x, and for each column of z.
         z = tl.dot_scaled(x, x_scale, "e4m3", y, y_scale, "e4m3", z)
     tl.store(z_ptr + rows[:, None] * n_cols + cols[None, :], z)
+
+
+@triton.jit
+def rope_kernel(x_ptr, cos_ptr, sin_ptr, y_ptr, half, BLOCK_SIZE: tl.constexpr):
+    row, pair = tl.program_id(0), tl.arange(0, BLOCK_SIZE)
+    mask = pair < half
+    first = row * 2 * half + pair
+    x1 = tl.load(x_ptr + first, mask=mask)
+    x2 = tl.load(x_ptr + first + half, mask=mask)
+    cos = tl.load(cos_ptr + row * half + pair, mask=mask)
+    sin = tl.load(sin_ptr + row * half + pair, mask=mask)
+    tl.store(y_ptr + first, x1 * cos - x2 * sin, mask=mask)
+    tl.store(y_ptr + first + half, x2 * cos + x1 * sin, mask=mask)
+
+
+@triton.jit
+def rope_backward_kernel(y_grad_ptr, cos_ptr, sin_ptr, x_grad_ptr, half, BLOCK_SIZE: tl.constexpr):
+    row, pair = tl.program_id(0), tl.arange(0, BLOCK_SIZE)
+    mask = pair < half
+    first = row * 2 * half + pair
+    g1 = tl.load(y_grad_ptr + first, mask=mask)
+    g2 = tl.load(y_grad_ptr + first + half, mask=mask)
+    cos = tl.load(cos_ptr + row * half + pair, mask=mask)
+    sin = tl.load(sin_ptr + row * half + pair, mask=mask)
+    # The rotation back, by the same angle: the transposed matrix has the other sign of the sine.
+    tl.store(x_grad_ptr + first, g1 * cos + g2 * sin, mask=mask)
+    tl.store(x_grad_ptr + first + half, g2 * cos - g1 * sin, mask=mask)
