@@ -8,6 +8,7 @@
     python exercises/check.py exercise1 --time          time your kernels that pass, or count what they move
     python exercises/check.py puzzles --task copy --show    draw the elements that each program touches
     python exercises/check.py                           the progress and the next task
+    python exercises/check.py patient                   a program in which you find the mistakes yourself
     python exercises/check.py before                    the test before the workshop: ten minutes, checked once
     python exercises/check.py examination               the test after it: thirty minutes; begins by writing its file
 
@@ -41,7 +42,7 @@ try:
 
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
-    from exercises.checks import ON_GPU, examination, exercise1, exercise2, exercise3, puzzles
+    from exercises.checks import ON_GPU, examination, exercise1, exercise2, exercise3, patient, puzzles
     from exercises.checks.common import NotYet, Wrong, load
     from exercises.checks.mutants import MISTAKES, explain
     from exercises.progress_file import Progress, participant_name, steps_of
@@ -72,7 +73,8 @@ EXERCISES = {
     "exercise2": Exercise("exercise2_swiglu_optimization.py", exercise2),
     "exercise3": Exercise("exercise3_flash_attention.py", exercise3),
 }
-JUDGED = EXERCISES | {  # and the tests at the two ends of the workshop, on code that nobody has seen
+COUNTED = EXERCISES | {"patient": Exercise("patient.py", patient)}  # in the progress; without blanks or notebook
+JUDGED = COUNTED | {  # and the tests at the two ends of the workshop, on code that nobody has seen
     "before": Exercise("before.py", examination.BEFORE),
     "examination": Exercise("examination.py", examination),
 }
@@ -280,7 +282,7 @@ def show(text):
 
 
 def all_tasks():
-    return steps_of(*EXERCISES)
+    return steps_of(*COUNTED)
 
 
 def summary(progress, exercise=None):
@@ -403,7 +405,7 @@ def main(argv):
     # Of a single task, the line above says it all.
     if options.task is None:
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
-    if progress and options.exercise in EXERCISES:
+    if progress and options.exercise in COUNTED:
         print(summary(progress, options.exercise))
     return int(passed < len(tasks))
 

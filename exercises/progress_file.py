@@ -36,6 +36,7 @@ WAY = [
     ("exercise2", EXERCISE2),
     ("exercise3", EXERCISE3),
     ("puzzles", LATE_PUZZLES),
+    ("patient", ["gradients", "loss", "clock"]),
     ("examination", EXAMINATION),
 ]
 TESTS = "before", "examination"  # at the two ends of the workshop
