@@ -118,7 +118,7 @@ def slow(*values):
     ("gradients", [(SILU_MUL, "    return SiluMulFunction.apply(gate.detach(), up)\n")],
      r"of \d+ of 16 weights .*told .*, seen"),
     ("gradients", [(BACKWARD, "y_grad * up * sigmoid, y_grad * silu")], "weights the gradient does not tell"),
-    slow("gradients", [(BACKWARD, "y_grad * up * (sigmoid + silu * (1 - sigmoid)), None")], "weights the gradient does"),
+    slow("gradients", [(BACKWARD, "y_grad * up * (sigmoid + silu * (1 - sigmoid)), None")], "weights the gradient"),
     ("gradients", [("    value.backward()", "    (2 * value).backward()")],
      "of the gradient of embedding.weight are wrong"),
     slow("gradients", [("    value.backward()", "    (0 * value).backward()")], "of the gradient of embedding.weight"),
