@@ -232,8 +232,10 @@ def parse(argv):
     options.stages = options.stages or (list(llama.STAGES) if options.beyond or options.laptop else HISTORY)
     reserved = RESERVED + ["--device", "--use-amp", "--graph"] * options.laptop
     for option in options.given:
-        if option.split("=")[0] in reserved:
-            raise llama.UsageError(f"{option} is set by the replay itself: leave it out")
+        name = option.split("=")[0]
+        if name in reserved:
+            remedy = "choose by --stages" if name == "--stage" else "leave it out"
+            raise llama.UsageError(f"{option} is set by the replay itself: {remedy}")
     return options
 
 

@@ -97,6 +97,7 @@ def test_a_laptop_runs_on_its_cpu_and_in_the_interpreter(planned, monkeypatch):
 
 @pytest.mark.parametrize("argv, named", [
     ("--stages 2,9", "are no stages"), ("--stages 2,,4", "--stages 2,,4"), ("--stages 2 --beyond", "--beyond"),
+    ("--stage 1", "--stage is set by the replay itself: choose by --stages"),
     ("--laptop -- --graph", "--graph"), ("--laptop -- --device=cuda", "--device"),
     ("--batch-size 0", "--batch-size 0"), ("--seq-len many", "--seq-len"),
     ("--bach-size 8", "--bach-size"), ("-- --stage 3", "--stage"), ("-- --output-dir=x", "--output-dir"),
