@@ -244,6 +244,13 @@ def test_a_wrong_kernel_is_told_with_its_line(old, new, told, mine, capsys):
     )
 
 
+@pytest.mark.skipif(ON_GPU, reason="the compiler's error is another one")
+def test_a_mask_without_parentheses_is_told(mine, capsys):
+    right, wrong = "(rows < n_rows)[:, None]", "rows < n_rows[:, None]"
+    assert mine("puzzles", solution_of("puzzles").replace(right, wrong), "--task", "outer") == 1
+    assert "a number has no [:, None]: put parentheses around each comparison" in said(capsys)
+
+
 def test_a_compiler_s_error_is_told_with_its_line_and_a_gpu_s_by_what_it_says_first(tmp_path):
     from triton.compiler.errors import CompilationError
 
