@@ -42,6 +42,7 @@ try:
 
     import exercises.checks  # noqa: F401 (first: without a GPU it has Triton interpret)
     import tiny_llama_v3 as llama
+    from exercises import own_kernels
     from exercises.checks import ON_GPU, examination, exercise1, exercise2, exercise3, patient, puzzles
     from exercises.checks.common import NotYet, Wrong, load
     from exercises.checks.mutants import MISTAKES, explain
@@ -177,7 +178,7 @@ def judge(path, exercise, name):
 
 def report(path, exercise, task, extra):
     """Return Verdict.report for the file at path; extra: "time" or "show"."""
-    from exercises import own_kernels, touched
+    from exercises import touched
 
     reference = load(SOLUTIONS / exercise.file)  # before the participant's
     try:
@@ -380,6 +381,8 @@ def main(argv):
     tasks = exercise.checks.TASKS
     if options.task is not None:
         tasks = [task_called(options.exercise, options.task)]
+        if options.extra == "time" and tasks[0] not in own_kernels.CASES:
+            raise llama.UsageError(f"--time does not time {tasks[0]}: choose one of {', '.join(own_kernels.CASES)}")
     progress = None if options.solution else open_progress(options)
     folder = SOLUTIONS if options.solution else HERE
     path = (options.file or folder / exercise.file).resolve()
@@ -405,8 +408,8 @@ def main(argv):
     # Of a single task, the line above says it all.
     if options.task is None:
         print(f"{options.exercise}: {passed} of {len(tasks)} tasks pass" + " in the solution" * options.solution)
-    if progress and options.exercise in COUNTED:
-        print(summary(progress, options.exercise))
+    if progress and options.exercise != "examination":  # nothing comes after it
+        print(summary(progress, options.exercise if options.exercise in COUNTED else None))
     return int(passed < len(tasks))
 
 

@@ -311,6 +311,7 @@ def test_what_passes_interpreted_is_compiled_where_there_is_a_gpu(passes, extra,
     ("exercise2 --task silu", "--task silu fits more than one of the tasks: silu_mul_kernel, silu"),
     ("--task fold", "name an exercise: puzzles, exercise1"),
     ("exercise1 --debug", "put TRITON_INTERPRET=1 before the command"),  # on a GPU
+    ("puzzles --task 4 --time", "time outer_sum_kernel: choose one of grid_copy_kernel, transpose_kernel, multiply_"),
     ("exercise1 --show --debug", "--debug: not allowed with argument --show"),
     ("exercise1 --file .", "--file . is no Python file"),
     (f"exercise1 --file {__file__} --solution", "--solution: not allowed with argument --file"),
