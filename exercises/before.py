@@ -11,7 +11,7 @@ Write what is wrong with each piece behind it, as one of these words. Leave "" w
 
 Then check, once. The first answers count, so that you see in the evening what you have learnt:
 
-    python -m exercises.check before
+    python exercises/check.py before
 """
 
 #     for weight in model.parameters():  # 400 of them, small ones
