@@ -334,7 +334,9 @@ BLANK = numbers("raise NotImplementedError('FILL ME IN')")
 
 def test_the_way_through_the_workshop_has_each_task_once_in_the_order_of_the_pages():
     table = (FOLDER.parent / "README_WORKSHOP.md").read_text().split("## Key concepts")[0]
-    rows = re.findall(r"^\| \d+ \|.*?(?:exercises/|check.py )(before|examination|puzzles|exercise\d|patient)", table, re.M)
+    rows = re.findall(
+        r"^\| \d+ \|.*?(?:exercises/|check.py )(before|examination|puzzles|exercise\d|patient)", table, re.M
+    )
     assert rows == [name for name, _ in progress_file.WAY]
     for name, exercise in check.JUDGED.items():
         tasks = [task for _, task in progress_file.steps_of(name)]
