@@ -45,6 +45,7 @@ PROJECT = (
     "exercises/contest/task.py"
 ).split()
 MODULES = ".py", ".pyc", ".so"
+TRAIN = "import pathlib, sys; from exercises.contest import task; task.train(pathlib.Path(sys.argv[1]))"
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
@@ -133,15 +134,15 @@ def run_apart(folder, seconds):
     """
     adopt_orphans()
     others = descendants()
-    command = [sys.executable, "-m", task.__name__, folder]
+    command = [sys.executable, "-c", TRAIN, folder]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
-    code = None
+    exit_code = None
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(seconds)
+            exit_code = process.wait(seconds)
     finally:
         end(process, others)
-    return code
+    return exit_code
 
 
 # ----------------------------------------------------------------------------------------------------------------------

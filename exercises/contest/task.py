@@ -1,4 +1,4 @@
-"""What an entry gets and saves, and the divisions. The judge starts this file with a folder, to train the entry in it.
+"""What an entry gets and saves, and the divisions. The judge calls train(folder) in a process of its own.
 
 PyTorch and ours are imported only where they are used: an import takes seconds, which the entry pays for.
 """
@@ -82,7 +82,3 @@ def train(folder):
     sys.modules["entry"] = entry  # where Triton and pickle look for what it defines
     spec.loader.exec_module(entry)
     entry.train(read(folder))
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]))
