@@ -119,20 +119,22 @@ POISON = float("inf")  # even 0 times it is seen
 class Strict(Observer):
     """Refuse what the compiler refuses, leave undefined what a GPU does, and round as one does.
 
-    A masked load without `other` gives POISON for what is left out: on a GPU it is what the register held before. fp32
+    A masked load without `other` gives `undefined` for what is left out: on a GPU it is what the register held before. fp32
     is multiplied in TF32 unless input_precision says otherwise. The interpreter would give 0, and use all digits.
     """
 
-    def __init__(self):
+    def __init__(self, undefined=POISON):
         from triton.runtime import interpreter
 
-        self.interpreter = interpreter
+        self.interpreter, self.undefined = interpreter, undefined
 
     def load(self, access):
         element = access.element_type
         if access.value is None and element.is_floating():
             # the interpreter holds bf16 as its bits
-            value = torch.tensor(POISON, dtype=torch.bfloat16).view(torch.int16).item() if element.is_bf16() else POISON
+            value = self.undefined
+            if element.is_bf16():
+                value = torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item()
             values = np.full(access.mask.shape, value, self.interpreter._get_np_dtype(element))
             access.value = self.interpreter.TensorHandle(values, element)
 

@@ -174,8 +174,12 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
     else:
         tensors |= {name: apart(tensor) for name, tensor in inputs.items()}
         watch = Watch(kernel, tensors, results.keys(), share, grid)
-        with observed_by(watch, Strict()), strict_truth():
-            kernel[grid](*(args | tensors).values(), **constants)
+
+        def interpret(*observers):
+            with observed_by(*observers), strict_truth():
+                kernel[grid](*(args | tensors).values(), **constants)
+
+        interpret(watch, Strict())
         if watch.fault:
             # Mistakes are alike if the programs also store in the same places.
             watch.fault.of += str([watch.owners(name) for name in results])
@@ -183,7 +187,14 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
         for name, result in results.items():
             result.owner = torch.from_numpy(watch.owners(name))  # the program that stored an element
             result.stored = result.owner >= 0
-            result.undefined = watch.undefined
+        if watch.undefined and not all(result[result.stored].isfinite().all() for result in results.values()):
+            # What zeros in their place change, the undefined values have reached.
+            found = [result.clone() for result in results.values()]
+            interpret(Strict(undefined=0.0))
+            for result, poisoned in zip(results.values(), found, strict=True):
+                if not torch.allclose(result, poisoned, rtol=0, atol=0, equal_nan=True):
+                    result.undefined = watch.undefined
+                result.copy_(poisoned)
     empty = [name for name, result in results.items() if not result.stored.any()]
     # If all are, perhaps nothing is written yet: the result tells.
     if 0 < len(empty) < len(results):
