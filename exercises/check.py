@@ -46,6 +46,7 @@ try:
     from exercises.checks import ON_GPU, examination, exercise1, exercise2, exercise3, patient, puzzles
     from exercises.checks.common import NotYet, Wrong, load
     from exercises.checks.mutants import MISTAKES, explain
+    from exercises.jupyter import CELLS
     from exercises.progress_file import Progress, participant_name, steps_of
     from measure.command_line import Parser, printable, program, replacing
     from measure.device import require_triton
@@ -163,7 +164,8 @@ def judge(path, exercise, name):
         return Verdict(False, f"{path.name} cannot be imported: {describe(error, path)}", imported=False)
     try:
         if not hasattr(module, name):
-            return Verdict(False, f"there is no {name} in {path.name}: in a notebook, run its cell first", begun=False)
+            remedy = "run its cell first" if path.name == CELLS else "the line that defines it has to be as it was"
+            return Verdict(False, f"there is no {name} in {path.name}: {remedy}", begun=False)
         task(module)
     except Wrong as wrong:
         return judge_wrong(wrong, blanks_of(getattr(module, name)), task, solution)
@@ -390,6 +392,8 @@ def main(argv):
         with replacing(path) as file:
             file.write_text(examination.given(), encoding="utf-8")
         print(f"Your examination is {path}: mend it, and check again")
+    if not path.is_file():
+        raise llama.UsageError(f"there is no {path}: restore it with git, or name yours by --file")
     if options.exercise == "before" and progress and any(progress.state("before", task)["attempts"] for task in tasks):
         raise llama.UsageError(f"the first answers count, which are in {progress.path}: go on with the workshop")
     passed = 0

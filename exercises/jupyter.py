@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+CELLS = "cells.py"  # the file in which a check finds what cells define
 
 
 def name_of(node, source):
@@ -88,7 +89,7 @@ def start(exercise):
         # A process of its own, as check.py has for everybody: an endless loop does not take the notebook with it.
         source = "\n\n\n".join(definitions(shell.user_ns["In"]).values()) + "\n"
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{exercise}.py"
+            path = Path(folder) / CELLS
             path.write_text(source, encoding="utf-8")
             command = [sys.executable, ROOT / "exercises" / "check.py", exercise, "--file", path]
             command += ["--task", str(task)] * bool(task) + ["--time"] * time + ["--show"] * show

@@ -15,6 +15,7 @@ import torch
 import tiny_llama_v3 as llama
 from exercises import check, progress_file
 from exercises.checks import ON_GPU, common, exercise3, memory
+from exercises.jupyter import CELLS
 
 FOLDER = Path(__file__).resolve().parents[2] / "exercises"
 pytestmark = pytest.mark.skipif(llama.triton is None, reason="Triton is not installed")
@@ -178,6 +179,41 @@ def test_a_file_that_cannot_be_imported_is_told_once(code, told, mine, tmp_path,
     assert not (tmp_path / "progress.json").exists()
 
 
+def test_a_file_that_is_missing_is_refused_with_the_remedy(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    assert check.main(["puzzles"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert f"there is no {tmp_path / 'puzzles.py'}: restore it with git" in captured.err
+
+
+def test_cells_are_to_be_run_in_a_notebook_only(tmp_path):
+    for name, remedy in ((CELLS, "run its cell first"), ("mine.py", "the line that defines it has to be as it was")):
+        path = tmp_path / name
+        path.write_text("import torch\n")
+        verdict = check.judge(path, check.EXERCISES["puzzles"], "copy_kernel")
+        assert verdict.message == f"there is no copy_kernel in {name}: {remedy}" and not verdict.begun
+
+
+@pytest.mark.parametrize("task, old, new", [
+    ("copy_kernel", "@triton.jit\n", "@triton.jitt\n"),
+    ("copy_kernel", "tl.constexpr", "tl.constant"),
+    ("tuned_matmul_kernel", "triton.Config(", "triton.Configuration("),
+    ("tuned_matmul_kernel", "@triton.autotune(", "@triton.jit\n@triton.autotune("),
+])  # fmt: skip
+def test_a_definition_that_raises_is_told_with_its_line(task, old, new, tmp_path):
+    path = tmp_path / "puzzles.py"
+    begin, kernel, end = solution_of("puzzles").partition(f"def {task}")
+    begin = begin[: begin.rindex("\n\n\n")], begin[begin.rindex("\n\n\n") :]
+    code = begin[0] + "".join([begin[1], kernel, end]).replace(old, new, 1)
+    path.write_text(code)
+    verdict = check.judge(path, check.EXERCISES["puzzles"], task)
+    line = code.split(new)[0].count("\n") + 1
+    assert re.match(f"(Attribute|Type)Error in line {line} of puzzles.py: ", verdict.message)
+    # What comes next is defined.
+    assert check.judge(path, check.EXERCISES["puzzles"], "scaled_matmul_kernel").passed
+
+
 def numbers(body):
     """A file of exercise 1 in which memory_lines, in line 3, does body."""
     return f"import os, sys, time\ndef memory_lines(*args, line=0):\n    {body}\n"
@@ -242,6 +278,19 @@ def test_a_wrong_kernel_is_told_with_its_line(old, new, told, mine, capsys):
     assert re.match(
         f"FAIL  rmsnorm_kernel: {told}".replace("LINE", str(code.split(new)[0].count("\n") + 1)), said(capsys)
     )
+
+
+@pytest.mark.skipif(ON_GPU, reason="undefined values and mistakes are looked for in the interpreter")
+@pytest.mark.parametrize("old, new, told", [
+    # What is left out is not stored, so that the mistake is the same as with other=.
+    ("tl.sigmoid(gate) * up", "tl.sigmoid(gate)", "up is missing"),
+    ("tl.sigmoid(gate)", "(tl.exp(gate) / (1 + tl.exp(gate)))", "exp(gate) overflows for large gates"),
+    ("* up, mask=mask)", "* up + tl.sum(gate), mask=mask)", "what the mask in line 28 leaves out may be anything"),
+])  # fmt: skip
+def test_other_is_missed_only_where_the_result_depends_on_it(old, new, told, mine, capsys):
+    code = solution_of("exercise2").replace(", mask=mask, other=0.0)", ", mask=mask)")
+    assert old in code and mine("exercise2", code.replace(old, new, 1), "--task", "silu_mul_kernel") == 1
+    assert told in said(capsys)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the compiler's error is another one")
