@@ -119,8 +119,8 @@ POISON = float("inf")  # even 0 times it is seen
 class Strict(Observer):
     """Refuse what the compiler refuses, leave undefined what a GPU does, and round as one does.
 
-    A masked load without `other` gives `undefined` for what is left out: on a GPU it is what the register held before. fp32
-    is multiplied in TF32 unless input_precision says otherwise. The interpreter would give 0, and use all digits.
+    A masked load without `other` gives `undefined` for what is left out: on a GPU it is what the register held before.
+    fp32 is multiplied in TF32 unless input_precision says otherwise. The interpreter would give 0, and use all digits.
     """
 
     def __init__(self, undefined=POISON):

@@ -26,7 +26,7 @@ ROW = "program p stores row p: y_ptr + row * n_cols + cols, cols < n_cols"
     (3, 10, 5, 4),  # small enough to be drawn
     (2, 200, 7, 64, 0.5),
     (2, 1200, 7, 2048),
-    (2, 200, 7, 64, 1e-5, HALF, 500),  # whose squares overflow in fp16
+    (8, 800, 7, 512, 1e-5, HALF, 500),  # whose squares overflow in fp16
     (2, 64, 0, 64, 1e-5, FP32, 0),  # of zeros, which only eps keeps from 0 / 0
 )
 def rmsnorm_kernel(exercise, n_rows, n_cols, gap, block_size, eps=1e-5, dtype=FP32, size=1):
@@ -46,8 +46,8 @@ def rmsnorm_kernel(exercise, n_rows, n_cols, gap, block_size, eps=1e-5, dtype=FP
     )
     wanted, _ = llama.torch_rmsnorm(x.double(), None, weight.double(), eps)
     hint = FORMULA if dtype == FP32 else CAST
-    # Twice: Hugging Face's rounds x * rstd, too.
-    expect_close(y, wanted, 2 * TOLERANCE[dtype], hint)
+    # In fp32 twice: its operations round one after the other.
+    expect_close(y, wanted, TOLERANCE[dtype] * (1 + (dtype == FP32)), hint)
 
 
 memory_lines = counting(

@@ -84,18 +84,24 @@ def attention(q, k, v):
     return (p @ v).transpose(0, 1)
 
 
-@task(  # seq_len, heads, kv_heads, BLOCK_M, BLOCK_N, the size of q and of v, hint
+KEPT = "right in fp32: does p have the type of v, and everything else stay in fp32 up to the store?"
+
+
+@task(  # seq_len, heads, kv_heads, BLOCK_M, BLOCK_N, the size of q and of v, hint, dtype, the mean of v
     (64, 1, 1, 16, 32, 2, 1, "keys up to the row itself take part; l sums their p, acc p @ v"),
     (37, 6, 2, 16, 32, 2, 1, "right for one head and full tiles: what of heads, and of the last tiles?"),
     (50, 2, 2, 32, 16, 2, 1, "right for tiles of more keys than queries: what of those of more queries?"),
     (32, 1, 1, 16, 16, 200, 1, "right for small scores: exp overflows unless the largest score is subtracted first"),
     (32, 1, 1, 16, 16, 1e36, 1, "right for small scores: what the mask hides needs the score float('-inf')"),
     (32, 1, 1, 16, 16, 2, 1e5, "right for small values: is acc kept in fp16, whose largest number is 65504?"),
-    (37, 4, 2, 16, 32, 2, 1, "right in fp32: does p have the type of v, and everything else stay in fp32?", HALF),
+    (37, 4, 2, 16, 32, 2, 1, KEPT, HALF),
+    # Sums of many values on one side of 0, in which the rounding of each block adds up, and that of p does not.
+    (256, 2, 1, 16, 16, 1, 0.3, KEPT, HALF, 7),
 )
-def attention_kernel(exercise, seq_len, heads, kv_heads, block_m, block_n, q_size, v_size, hint, dtype=FP32):
+def attention_kernel(exercise, seq_len, heads, kv_heads, block_m, block_n, q_size, v_size, hint, dtype=FP32, mean=0):
     q = randn(seq_len, heads, HEAD_DIM, dtype=dtype) * q_size
     k, v = (randn(seq_len, kv_heads, HEAD_DIM, dtype=dtype) * size for size in (1, v_size))
+    v += mean
     o = launch(
         exercise.attention_kernel,
         (heads, llama.cdiv(seq_len, block_m)),
@@ -148,7 +154,8 @@ def attention_gradients(exercise, seq_len, d, scale):
 @task(  # seq_len, d, scale, BLOCK_M, BLOCK_N, dtype, tolerance
     (37, 32, 0.7, 16, 32),
     (50, 16, 0.2, 32, 16),
-    (37, 32, 0.7, 16, 32, HALF, 1e-2),
+    (37, 32, 0.7, 16, 32, HALF, 3e-3),
+    (200, 32, 0.1, 16, 32, HALF, 7e-4),  # of many blocks, whose rounding adds up
     (37, 32, 30.0, 16, 32, FP32, 1e-2),
 )
 def key_value_gradient_kernel(exercise, seq_len, d, scale, block_m, block_n, dtype=FP32, tolerance=1e-4):
