@@ -188,6 +188,9 @@ def copy_bandwidth(module):
         f"for 2 calls the host calls {order}",
         f"what does the device do when the clock is read? Expected at the end: {', or '.join(IN_ORDER)}",
     )
+    begin, reads = order.split(", "), {"clock", "record"}
+    warm = "copy" in itertools.takewhile(lambda call: call not in reads, begin)
+    expect(warm, f"for 2 calls the host calls {order}", "the first call also compiles: one comes before the clock")
     yield {"the bandwidth for 1 GB and 2 calls in 1 s": torch.tensor(told)}
 
 

@@ -158,6 +158,8 @@ def slope(exercise, rows, cols, step):
     kept = "clone it before the first step, and copy it back at the end: to subtract what was added rounds"
     expect(torch.equal(weight, start), "weight is another one afterwards", kept)
     expect(weight.grad is None, "weight has a gradient afterwards", "the losses alone tell the slope")
+    frozen = "weight.requires_grad is False afterwards"
+    expect(weight.requires_grad, frozen, "it would learn no more: with torch.no_grad() writes to it without that")
 
 
 TASKS = tasks_of(

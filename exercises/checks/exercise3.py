@@ -59,7 +59,14 @@ key_blocks = counting(
     "the first query of the block sees the fewest keys, the last one the most",
     *(
         (block, block_m, block_n, seq_len)
-        for block_m, block_n, seq_len in ((128, 48, 256), (64, 32, 200), (16, 16, 5), (3, 2, 17), (7, 5, 41))
+        for block_m, block_n, seq_len in (
+            (128, 48, 256),
+            (64, 32, 200),
+            (16, 32, 64),  # block 3 has full blocks of more keys than it has queries
+            (16, 16, 5),
+            (3, 2, 17),
+            (7, 5, 41),
+        )
         for block in range(llama.cdiv(seq_len, block_m))
     ),
 )

@@ -251,6 +251,8 @@ def test_a_task_fails_alone(body, reason, mine, monkeypatch, capsys):
     ("        weight.copy_(before)\n", "        weight.add_(step * direction)\n",
      "weight is another one afterwards: clone it before the first step"),
     ("    return (forth", "    loss().backward()\n    return (forth", "weight has a gradient afterwards"),
+    ("    return (forth", "    weight.requires_grad_(False)\n    return (forth",
+     "weight.requires_grad is False afterwards"),
 ])  # fmt: skip
 def test_a_slope_leaves_the_weight_as_it_was(old, new, told, mine, capsys):
     code = solution_of("exercise2")
