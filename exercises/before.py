@@ -9,7 +9,7 @@ Write what is wrong with each piece behind it, as one of these words. Leave "" w
     race        the result depends on the order in which programs run
     scale       a number is too large or too small by a factor
 
-Then check, once. The first answers count, so that you see in the evening what you have learnt:
+Then check. The first answer to each counts, so that you see in the evening what you have learnt:
 
     python exercises/check.py before
 """

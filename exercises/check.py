@@ -9,7 +9,7 @@
     python exercises/check.py puzzles --task copy --show    draw the elements that each program touches
     python exercises/check.py                           the progress and the next task
     python exercises/check.py patient                   a program in which you find the mistakes yourself
-    python exercises/check.py before                    the test before the workshop: ten minutes, checked once
+    python exercises/check.py before                    the test before the workshop: ten minutes, each answer counts once
     python exercises/check.py examination               the test after it: thirty minutes; begins by writing its file
 
 Kernels run in Triton's interpreter, in seconds; if there is a GPU, kernels that pass are then compiled and checked
@@ -394,8 +394,10 @@ def main(argv):
         print(f"Your examination is {path}: mend it, and check again")
     if not path.is_file():
         raise llama.UsageError(f"there is no {path}: restore it with git, or name yours by --file")
-    if options.exercise == "before" and progress and any(progress.state("before", task)["attempts"] for task in tasks):
-        raise llama.UsageError(f"the first answers count, which are in {progress.path}: go on with the workshop")
+    if options.exercise == "before" and progress:
+        tasks = [task for task in tasks if not progress.state("before", task)["attempts"]]
+        if not tasks:
+            raise llama.UsageError(f"the first answers count, which are in {progress.path}: go on with the workshop")
     passed = 0
     for task in tasks:
         if options.extra == "debug":

@@ -34,18 +34,24 @@ def given():
     return code
 
 
-def expect_answer(answer, wanted):
-    """Expect the word that says what is wrong with a piece."""
-    if not answer:
-        raise NotYet("not begun: say in one word what is wrong with it")
-    expect(answer.lower() == wanted, f"what is wrong is not {answer!r}", "which of the other words is it?")
+WORDS = sorted({*solution.ANSWERS.values()})
+
+
+def expect_answer(answer, wanted, module, hint):
+    """Expect the word that says what is wrong with a piece; another text is no answer yet."""
+    word = str(answer or "").strip().lower()
+    if not word:
+        raise NotYet(f"not begun: say in one word what is wrong with it, in {Path(module.__file__).name}")
+    if word not in WORDS:
+        raise NotYet(f"not begun: {answer!r} is none of the words {', '.join(WORDS[:-1])} and {WORDS[-1]}")
+    expect(word == wanted, f"what is wrong is not {word!r}", hint)
 
 
 def question(name):
     """Return the Task of the test before the workshop with this name, a letter."""
 
     def check(exercise):
-        expect_answer(getattr(exercise, name), getattr(before, name))
+        expect_answer(getattr(exercise, name), getattr(before, name), exercise, "the first answer counts")
 
     check.__name__ = name
     return task(())(check)
@@ -66,7 +72,8 @@ def piece(hint):
         def check(exercise):
             # The answer comes first, as what is said of a wrong mend would give it away.
             name = results_of.__name__
-            expect_answer(exercise.ANSWERS.get(name), solution.ANSWERS[name])
+            asked = "which of the other words is it?"
+            expect_answer(exercise.ANSWERS.get(name), solution.ANSWERS[name], exercise, asked)
             results = results_of(exercise)
             got = next(results)
             torch.manual_seed(0)  # for the same inputs

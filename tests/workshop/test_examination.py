@@ -80,13 +80,28 @@ def test_the_result_comes_from_the_whole_kernel_within_its_tensors(old, new, tol
 
 def test_the_first_answers_count(folder, capsys):
     code = (check.SOLUTIONS.parent / "before.py").read_text()
-    (folder / "before.py").write_text(code)
-    assert check.main(["before"]) == 1
-    (folder / "before.py").write_text(code.replace('B = ""', 'B = "clock"').replace('C = ""', 'C = "clock"'))
-    assert check.main(["before"]) == 1 and check.main(["before"]) == 2
-    captured = capsys.readouterr()
-    assert re.search("before: 1 of 6 tasks pass\n.* next: copy_kernel \\(puzzles\\)\n", captured.out)
-    assert "the first answers count" in captured.err
+
+    def answer(**words):
+        answered = code
+        for letter, word in words.items():
+            answered = answered.replace(f'{letter} = ""', f'{letter} = "{word}"')
+        (folder / "before.py").write_text(answered)
+        status, printed = check.main(["before"]), capsys.readouterr()
+        return status, printed.out.replace("\n      ", " "), printed.err
+
+    words = "clock, gradient, launches, layout, race and scale"
+    _, told, _ = answer()
+    assert told.count("not begun: say in one word what is wrong with it, in before.py\n") == 6
+    # What is no word costs nothing, and a blank behind one does not either.
+    _, told, _ = answer(A="Launches ", B="clock", C="clok", E="the gradient")
+    assert f"FAIL  C: not begun: 'clok' is none of the words {words}" in told
+    assert "PASS  A\n" in told and "FAIL  E: not begun: 'the gradient' is none" in told
+    assert "FAIL  B: what is wrong is not 'clock'" in told and "other words" not in told
+    # Those that are answered are closed.
+    status, told, _ = answer(B="scale", C="clock", D="race", E="gradient", F="race")
+    assert status == 1 and re.search("before: 3 of 4 tasks pass\n.* next: copy_kernel \\(puzzles\\)\n", told)
+    status, _, refused = answer(B="scale")
+    assert status == 2 and "the first answers count" in refused
     states = json.loads((folder / "progress.json").read_text())["exercises"]["before"]
-    assert [state["passed"] for state in states.values()] == [False, False, True, False, False, False]
+    assert [state["passed"] for state in states.values()] == [True, False, True, True, True, False]
     assert check.main(["before", "--solution"]) == 0
