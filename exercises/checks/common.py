@@ -96,6 +96,8 @@ def kind_of(found, right):
         return "is it returned?"
     if not isinstance(found[0], (int, float, tuple)):
         return f"a {type(found[0]).__name__} is returned"
+    if isinstance(found[0], tuple) and any(isinstance(each, list | tuple) for each in found[0]):
+        return "lists are returned, where their lengths are asked for"
     if isinstance(right[0], int) and not isinstance(found[0], tuple):
         ratios = [got / wanted for got, wanted in zip(found, right, strict=True)]
         if max(ratios) - min(ratios) < 1e-9 * abs(max(ratios)):
@@ -158,7 +160,7 @@ def expect_close(result, wanted, tolerance, hint, name=None):
     bad |= ~stored
     if not bad.any():
         return
-    undefined = getattr(result, "undefined", None)
+    undefined = getattr(result, "undefined", lambda: None)()
     where = tuple(bad.nonzero()[0].tolist())
     value, good = got[where].item(), wanted[where].item()
     digits = 5 if f"{value:.5g}" != f"{good:.5g}" else 12

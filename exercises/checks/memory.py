@@ -1,5 +1,6 @@
 """What a kernel touches: in Triton's interpreter every load and store is compared with the tensors it was given."""
 
+import functools
 import sys
 from collections import defaultdict
 
@@ -147,6 +148,20 @@ def apart(tensor):
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def undefined_in(result, line, interpret):
+    """Return the line of the load whose undefined values reach a result, or None.
+
+    interpret: runs the kernel again. What zeros in their place change, they have reached.
+    """
+    if line is None:
+        return None
+    found = result.clone()
+    interpret(Strict(undefined=0.0))
+    reached = not torch.allclose(result, found, rtol=0, atol=0, equal_nan=True)
+    result.copy_(found)
+    return line if reached else None
+
+
 BLOCKS = (
     "each program has a block, row or tile of its own, which begins at its tl.program_id times the size of one, and "
     "the mask leaves out what lies beyond its end"
@@ -187,14 +202,7 @@ def launch(kernel, grid, *args, share=BLOCKS, **constants):
         for name, result in results.items():
             result.owner = torch.from_numpy(watch.owners(name))  # the program that stored an element
             result.stored = result.owner >= 0
-        if watch.undefined and not all(result[result.stored].isfinite().all() for result in results.values()):
-            # What zeros in their place change, the undefined values have reached.
-            found = [result.clone() for result in results.values()]
-            interpret(Strict(undefined=0.0))
-            for result, poisoned in zip(results.values(), found, strict=True):
-                if not torch.allclose(result, poisoned, rtol=0, atol=0, equal_nan=True):
-                    result.undefined = watch.undefined
-                result.copy_(poisoned)
+            result.undefined = functools.partial(undefined_in, result, watch.undefined, interpret)
     empty = [name for name, result in results.items() if not result.stored.any()]
     # If all are, perhaps nothing is written yet: the result tells.
     if 0 < len(empty) < len(results):
