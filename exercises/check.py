@@ -9,7 +9,7 @@
     python exercises/check.py puzzles --task copy --show    draw the elements that each program touches
     python exercises/check.py                           the progress and the next task
     python exercises/check.py patient                   a program in which you find the mistakes yourself
-    python exercises/check.py before                    the test before the workshop: ten minutes, each answer counts once
+    python exercises/check.py before                    the test before the workshop: ten minutes, one answer each
     python exercises/check.py examination               the test after it: thirty minutes; begins by writing its file
 
 Kernels run in Triton's interpreter, in seconds; if there is a GPU, kernels that pass are then compiled and checked

@@ -33,7 +33,7 @@ def test_it_begins_with_six_broken_pieces(folder, capsys):
     check.main(["examination"])
     told = capsys.readouterr().out
     assert told.count("what is wrong is not 'race'") == 5
-    assert "a program loads or stores what another one has stored: two programs may both" in told.replace("\n     ", "")
+    assert "a program loads what another one has stored: two programs may both" in told.replace("\n     ", "")
 
 
 EVENTS = """

@@ -235,6 +235,11 @@ def test_whatever_the_code_does_is_told_with_its_line(body, told, mine, capsys):
     assert re.search(f"FAIL  memory_lines: {told}", said(capsys))
 
 
+def test_lists_are_told_from_their_lengths(mine, capsys):
+    assert mine("exercise3", "def key_blocks(*sizes):\n    return [], [0, 1, 2]\n", "--task", "key_blocks") == 1
+    assert "lists are returned, where their lengths are asked for" in said(capsys)
+
+
 @pytest.mark.parametrize("body, reason", [
     ("time.sleep(60)", "did not end within 1.5 s in line 3 of exercise1_triton_basics.py: is there an endless loop?"),
     ("return (1,", "SyntaxError in line 3 of exercise1_triton_basics.py: '(' was never closed"),
@@ -288,6 +293,8 @@ def test_a_wrong_kernel_is_told_with_its_line(old, new, told, mine, capsys):
     ("tl.sigmoid(gate) * up", "tl.sigmoid(gate)", "up is missing"),
     ("tl.sigmoid(gate)", "(tl.exp(gate) / (1 + tl.exp(gate)))", "exp(gate) overflows for large gates"),
     ("* up, mask=mask)", "* up + tl.sum(gate), mask=mask)", "what the mask in line 28 leaves out may be anything"),
+    # What is infinite may become 0.
+    ("* up, mask=mask)", "* up / tl.sum(gate), mask=mask)", "what the mask in line 28 leaves out may be anything"),
 ])  # fmt: skip
 def test_other_is_missed_only_where_the_result_depends_on_it(old, new, told, mine, capsys):
     code = solution_of("exercise2").replace(", mask=mask, other=0.0)", ", mask=mask)")
