@@ -125,7 +125,7 @@ def counting(name, solution, hint, *cases):
 # Comparing
 
 
-CAST = "right in fp32: is .to(tl.float32) behind each load?"
+CAST = "right in fp32: is .to(tl.float32) behind each load, and does all stay in fp32 up to the store?"
 
 
 def expect(condition, fact, hint):
