@@ -157,6 +157,8 @@ def main(argv):
         if exit_code := hf_weights.main([str(options.folder), *SMALL, *given, *places]):
             return exit_code
         show_continuation("After training", output, options.prompt, device)
+    if not options.output:
+        print("The trained model is not kept: --output FOLDER keeps it")
     if device.type == "cuda":
         return steps.main(TIMED)
     return 0
