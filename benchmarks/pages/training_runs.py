@@ -95,8 +95,8 @@ def training_section(folder):
     model = (
         f"**{result['model']}'s layers**, {run['device'].iloc[0]}: "
         f"{number(result['parameters'] / 1e6)} million weights, {config['batch_size']} x {config['seq_len']:,} bytes a "
-        f"step, {result['precision']}, {result['num_steps']:,} steps on {number(data['bytes'] / 1e6)} MB of text. "
-        "Losses are in nats, in brackets in bits a byte."
+        f"step, {result['precision']}, {result['num_steps']:,} steps on {number(data['bytes'] / 1e6)} MB of text, "
+        f"{data['name']}. Losses are in nats, in brackets in bits a byte."
     )
     picture = "![The loss over the seconds of training, with our kernels and with PyTorch's](./training.svg)"
     return paragraphs(
