@@ -43,6 +43,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "steps": training_steps.steps_section,
     "sweeps": training_steps.sweeps_section,
     "shapes": training_steps.shapes_section,
+    "longest": training_steps.longest_section,
     "kernels": kernel_tables.kernels_section,
     "kernel-costs": kernel_costs.kernel_costs_section,
     "stages": replays.stages_section,

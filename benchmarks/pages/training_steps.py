@@ -209,6 +209,19 @@ def shapes_section(rows):
     return paragraphs(markdown_table(header, lines), f"{median}.{note}", provenance(rows))
 
 
+@of_each_device("longest", "memory {memory} {row}")
+def longest_section(rows):
+    """Show the longest sequence of each row in each memory."""
+    rows = newest(rows, "memory", "row")
+    if rows.empty:
+        return ""
+    texts_of_rows = or_error(rows, texts(rows["tokens"], "{:,.0f}".format))
+    table = rows.assign(text=texts_of_rows, memory=rows["memory"] + " GiB")
+    table = table.pivot_table("text", "row", "memory", aggfunc="first", sort=False)
+    table = table.reset_index(names=f"longest sequence of {rows['model'].iloc[0]}, tokens")
+    return paragraphs(markdown(table), provenance(rows))
+
+
 @of_each_device(*STEPS)
 def fp8_speed_section(rows):
     """Show the time of ours in bf16 and of the rows in FP8 for each model, and divided by that of ours in FP8."""
