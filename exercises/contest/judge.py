@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import signal
+import site
 import statistics
 import subprocess
 import sys
@@ -42,10 +43,11 @@ ENDING = 20  # seconds, until processes that are killed have ended
 SMALL_CARD = 24 * 2**30  # bytes
 # What the judge and our kernels consist of; an entry that stands in this folder is no part of it.
 PROJECT = (
-    "tiny_llama_v3.py tiny_llama/*.py measure/*.py exercises/contest/__main__.py exercises/contest/judge.py "
-    "exercises/contest/task.py"
+    "tiny_llama_v3.py tiny_llama/*.py measure/*.py benchmarks/__init__.py benchmarks/harness.py exercises/__init__.py "
+    "exercises/progress_file.py exercises/contest/__init__.py exercises/contest/__main__.py exercises/contest/board.py "
+    "exercises/contest/judge.py exercises/contest/task.py"
 ).split()
-MODULES = ".py", ".pyc", ".so"
+MODULES = ".py", ".pyc", ".so", ".pth"  # the last run code as soon as Python starts
 TRAIN = "import pathlib, sys; from exercises.contest import task; task.train(pathlib.Path(sys.argv[1]))"
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
@@ -167,11 +169,14 @@ def run_apart(folder, seconds):
 def read_model(folder, limits, device):
     """Return the saved model, in fp32 on PyTorch's operations. Refused if it is none, or not within the limits."""
     expected = {checkpoint.CONFIG, checkpoint.MODEL, checkpoint.TRAINING}
-    if folder.is_symlink() or not folder.is_dir():
-        raise Refused("it saved no model")
-    for path in folder.iterdir():
-        if path.name not in expected or path.is_symlink() or not path.is_file():
-            raise Refused(f"beside its model it saved {path.name!a}")
+    try:
+        if folder.is_symlink() or not folder.is_dir():
+            raise Refused("it saved no model")
+        for path in folder.iterdir():
+            if path.name not in expected or path.is_symlink() or not path.is_file():
+                raise Refused(f"beside its model it saved {path.name!a}")
+    except OSError as error:
+        raise Refused(f"what it saved cannot be read ({error.strerror})") from error
     try:
         fields = checkpoint.model_fields(folder, "the model")
         config = llama.Config(**fields, seq_len=LENGTH)
@@ -221,8 +226,14 @@ def file_hashes():
 
 
 def importable():
-    """Return the names in the top folder that Python imports, before libraries of the same name."""
-    return {path.name for path in ROOT.iterdir() if path.suffix in MODULES or any(path.glob("__init__.*"))}
+    """Return {(path, SHA-256 of a file of PROJECT, else None)} of what Python imports from the folders that it uses.
+
+    New ones matter as well: a package goes before a module of its name, and what is at the top before a library.
+    """
+    hashes = {ROOT / name: digest for name, digest in file_hashes().items()}
+    folders = {path.parent for path in hashes} | {ROOT, Path(site.getusersitepackages()), *map(Path, sys.path)}
+    paths = {path for folder in folders for path in folder.glob("*") if path.name != "__pycache__"}
+    return {(path, hashes.get(path)) for path in paths if path.suffix in MODULES or any(path.glob("__init__.*"))}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,7 +243,7 @@ def importable():
 def judge_once(entry, division, device):
     """Run an entry, the bytes of its file, on a new source. Return the fields of a seed in the result."""
     limits, seed = DIVISIONS[division], secrets.randbelow(2**32)
-    before = file_hashes(), importable()
+    before = importable()
     source = Source(limits.vocab_size)
     fields = dict(seed=seed, outcome="reached", reason=None, seconds=None, loss=None, floor=None, joules=None)
     with tempfile.TemporaryDirectory(prefix="contest_", ignore_cleanup_errors=True) as scratch:
@@ -249,9 +260,10 @@ def judge_once(entry, division, device):
             fields["seconds"] = time.monotonic() - start
             used = meter(llama.Config(num_steps=1), 1)  # all of it counts as one step
             fields["joules"] = used and used["step_j"]
-            if (file_hashes(), importable()) != before:
-                raise Refused("files of the project changed while it ran")
-            if code is None:
+            if changed := {path.name for path, _ in before ^ importable()}:
+                raise Refused(f"files of the project or of libraries changed while it ran: {checkpoint.some(changed)}")
+            # By the clock as well: who stops the judge's process makes it wait longer.
+            if code is None or fields["seconds"] > limits.seconds:
                 raise Missed(f"it did not end within {limits.seconds} seconds")
             if code:
                 raise Refused(f"it ended with exit code {code}")

@@ -127,6 +127,15 @@ def test_what_breaks_a_rule_is_refused(name, judged):
     assert fields["outcome"] == "refused" and reason in fields["reason"] and "contest_" not in fields["reason"]
 
 
+def test_what_cannot_be_read_is_refused(judged, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(judge.Path, "iterdir", refuse)
+    fields = judged()
+    assert (fields["outcome"], fields["reason"]) == ("refused", "what it saved cannot be read (Permission denied)")
+
+
 @pytest.mark.parametrize(
     "loss, error",
     [(1.0, "below that of the source"), (math.nan, "not finite"), (1.5, "above"), (1.3, None), (1.2, None)],
@@ -191,19 +200,66 @@ def test_processes_that_do_not_end_are_refused(judged, monkeypatch):
     assert fields["seconds"] is None
 
 
-def test_changed_files_of_the_project_are_refused(judged, tmp_path, monkeypatch):
-    for name in ("exercises", "measure", "tiny_llama"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    script = shutil.copy(ROOT / "tiny_llama_v3.py", tmp_path)
+def test_the_limit_holds_for_a_judge_that_waits_longer(judged, monkeypatch):
+    """As does one whose process the entry has stopped, and which another process wakes once the entry has ended."""
+    run_apart = judge.run_apart
+    monkeypatch.setattr(judge, "run_apart", lambda folder, seconds: run_apart(folder, 60))
+    fields = judged("time.sleep(1)", seconds=1)
+    assert (fields["outcome"], fields["reason"]) == ("missed", "it did not end within 1 seconds")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A copy of the project's modules that the judge imports, which entries may change."""
+    for name in judge.file_hashes():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(judge, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_the_hashes_are_those_of_all_that_the_judge_imports():
     hashes = judge.file_hashes()
-    assert hashes["tiny_llama_v3.py"] == hashlib.sha256(open(script, "rb").read()).hexdigest()
-    assert {"tiny_llama/data.py", "measure/results.py", "exercises/contest/judge.py"} <= hashes.keys()
-    assert judged("assert Path('tiny_llama_v3.py').exists()")["outcome"] == "reached"
-    shadow = "Path('safetensors').mkdir(); Path('safetensors/__init__.py').touch()"  # the judge would import it
-    for change in ("Path('tiny_llama_v3.py').open('a').write('# faster')", "Path('jinja2.py').touch()", shadow):
-        fields = judged(change)
-        assert fields["outcome"] == "refused" and "files of the project changed" in fields["reason"]
+    assert hashes["tiny_llama_v3.py"] == hashlib.sha256((ROOT / "tiny_llama_v3.py").read_bytes()).hexdigest()
+    code = "import sys; from exercises.contest import __main__; print(*(m.__spec__.origin for m in sys.modules.values()"
+    code += " if m.__name__.partition('.')[0] in sys.argv), sep=chr(10))"
+    ours = [path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    said = subprocess.run([sys.executable, "-c", code, *ours], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {os.path.relpath(path, ROOT) for path in said.stdout.split()}
+    assert "exercises/progress_file.py" in imported and imported <= hashes.keys()
+
+
+def touch(path):
+    return f"Path({path!r}).parent.mkdir(exist_ok=True); Path({path!r}).touch()"
+
+
+CHANGES = {
+    "the script": ("Path('tiny_llama_v3.py').open('a').write('# faster')", "tiny_llama_v3.py"),
+    "what each process of an entry imports": ("Path('exercises/__init__.py').open('a').write('# 1')", "__init__.py"),
+    "what the next judge imports": ("Path('benchmarks/harness.py').open('a').write('# 1')", "harness.py"),
+    "a module before a library": (touch("jinja2.py"), "jinja2.py"),
+    "a package before a library": (touch("safetensors/__init__.py"), "safetensors"),
+    "a package before a module": (touch("tiny_llama/data/__init__.py"), "data"),
+    "a library before a module": (touch("measure/results.abi3.so"), "results.abi3.so"),
+    "code that each Python runs as it starts": (touch("packages/mine.pth"), "mine.pth"),
+    "code that the user's Python runs": (touch("user/usercustomize.py"), "usercustomize.py"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_modules_are_refused(name, judged, project, monkeypatch):
+    monkeypatch.syspath_prepend(project / "packages")
+    monkeypatch.setattr(judge.site, "getusersitepackages", lambda: str(project / "user"))
+    code, changed = CHANGES[name]
+    fields = judged(code)
+    assert fields["outcome"] == "refused"
+    assert fields["reason"] == f"files of the project or of libraries changed while it ran: {changed}"
+
+
+def test_compiled_files_are_no_change(judged, project, monkeypatch):
+    """Python writes them as it imports."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    assert judged("import measure.tables; assert Path('measure/__pycache__').exists()")["outcome"] == "reached"
 
 
 def test_an_entry_sees_its_sequences_and_no_others(judged, tmp_path):
