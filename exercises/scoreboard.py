@@ -32,6 +32,11 @@ TASK = ["exercise", "task"]
 STEPS = progress_file.steps_of(*(name for name, _ in progress_file.WAY))
 
 
+def people(count):
+    """Return a number of participants in words."""
+    return f"{count} participant{'s' if count != 1 else ''}"
+
+
 def rows_of(file):
     """Return a dict for each task in a progress file."""
     content = progress_file.read(file)
@@ -86,7 +91,7 @@ def board_of(paths):
     return {
         "marks": marks,
         "averages": [
-            f"{test}: {own.passed.sum() / own.who.nunique():.1f} right on average, of {own.who.nunique()} participants"
+            f"{test}: {own.passed.sum() / own.who.nunique():.1f} right on average, of {people(own.who.nunique())}"
             for test, own in states[states.exercise.isin(progress_file.TESTS) & (states.mark != UNTRIED)].groupby(
                 "exercise"
             )
@@ -139,6 +144,7 @@ def page_of(board):
         **board,
         sections=sections,
         begins={0, *itertools.accumulate(count for _, count in sections)},
+        people=people(len(marks)),
         passed=(marks == PASSED).sum(),
         names={PASSED: "passed", TRIED: "tried", UNTRIED: "untried"},
         letters={PASSED: "P", TRIED: "T", UNTRIED: ""},

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jinja2
 
+from exercises.contest.judge import median_seconds
 from exercises.contest.task import DIVISIONS
 from measure.command_line import printable, replacing
 from measure.results import damage_reported, read_result
@@ -19,16 +20,18 @@ def row_of(path):
     result = read_result(path)
     with damage_reported(path):
         seeds = result["seeds"]
-        reached = result["reached"] is True
+        median = median_seconds(seeds)
+        if result["median_seconds"] != median:
+            raise UsageError(f"{path} has another median than its seeds: judge its entry again")
         joules = [seed["joules"] for seed in seeds]
         row = {
             "division": result["division"],
             "participant": str(result["participant"]),
-            "median": float(result["median_seconds"]) if reached else None,
+            "median": median,
             "seconds": ", ".join("none" if seed["seconds"] is None else f"{seed['seconds']:.1f}" for seed in seeds),
             "losses": ", ".join("none" if seed["loss"] is None else f"{seed['loss']:.3f}" for seed in seeds),
             "joules": ", ".join(f"{j:.0f}" for j in joules) if joules and None not in joules else "",
-            "reason": "" if reached else next(str(seed["reason"]) for seed in seeds if seed["reason"]),
+            "reason": "" if median else next(str(seed["reason"]) for seed in seeds if seed["reason"]),
             "device": str(result["environment"]["device"]),
             "host": str(result["host"] or ""),
             "entry": str(result["entry"]["sha256"])[:8],

@@ -216,7 +216,7 @@ def check_loss(loss, floor, target):
     if loss < floor - CHEAT:
         raise Refused(f"its loss {loss:.4f} is below that of the source, {floor:.4f}, which nobody can predict better")
     if loss > target:
-        raise Missed(f"its loss {loss:.4f} is above the target {target}")
+        raise Missed(f"its loss {loss:.4f} is above the target {target:.2f}")
 
 
 def file_hashes():
@@ -290,6 +290,12 @@ def choose_division(asked, device):
     return asked or own
 
 
+def median_seconds(seeds):
+    """Return the median of the seconds of seeds, or None if not each of them reached the target."""
+    reached = len(seeds) == SEEDS and all(fields["outcome"] == "reached" for fields in seeds)
+    return statistics.median(fields["seconds"] for fields in seeds) if reached else None
+
+
 def show(name, fields):
     """Print the line of a seed."""
     seconds = "no end" if fields["seconds"] is None else f"{fields['seconds']:.1f} s"
@@ -313,7 +319,9 @@ def judge(path, entry, participant, division, device):
         "project": file_hashes(),
         "seeds": [],
     }
-    print(f"{participant}, division {division}: loss {limits.target}, at most {limits.seconds} s a seed", flush=True)
+    print(
+        f"{participant}, division {division}: loss {limits.target:.2f}, at most {limits.seconds} s a seed", flush=True
+    )
     # The first run fills the caches of compilers and of the disk; it counts only if it is refused.
     for number in range(SEEDS + 1):
         fields = judge_once(entry, division, device)
@@ -322,6 +330,6 @@ def judge(path, entry, participant, division, device):
             result["seeds"].append(fields)
         if fields["outcome"] == "refused":
             break
-    result["reached"] = all(fields["outcome"] == "reached" for fields in result["seeds"])
-    result["median_seconds"] = statistics.median(f["seconds"] for f in result["seeds"]) if result["reached"] else None
+    result["median_seconds"] = median_seconds(result["seeds"])
+    result["reached"] = result["median_seconds"] is not None
     return result

@@ -394,7 +394,7 @@ def test_a_run_writes_what_it_found(command):
 def test_a_missed_target_and_a_refused_entry_end_with_1(command):
     code, result, said = command("pass", target=2.0)
     assert code == 1 and not result["reached"] and result["median_seconds"] is None
-    assert len(result["seeds"]) == 1 and "above the target 2.0" in said.out
+    assert len(result["seeds"]) == 1 and "above the target 2.00" in said.out
     code, result, said = command("sys.exit(3)")  # in the warm-up already
     assert code == 1 and [fields["outcome"] for fields in result["seeds"]] == ["refused"]
     assert "seed 1" not in said.out
@@ -475,7 +475,9 @@ def test_an_interrupted_run_ends_the_entry_and_writes_nothing(tmp_path):
 
 def result(participant, median=None, **fields):
     """A result as the judge writes it: reached with this median, or missed."""
-    seed = dict(seconds=median or 9.0, loss=1.3, joules=None, reason=None if median else "its loss is <above>")
+    seed = dict(seconds=median or 9.0, loss=1.3, joules=None, outcome="reached", reason=None)
+    if median is None:
+        seed |= dict(outcome="missed", reason="its loss is <above>")
     return {
         "participant": participant,
         "division": "laptop",
@@ -492,7 +494,7 @@ def result(participant, median=None, **fields):
 
 
 def test_the_board_has_the_fastest_first_and_who_did_not_reach_last(tmp_path, capsys):
-    joules = [dict(seconds=30.0, loss=1.3, joules=5000.0, reason=None)] * 3
+    joules = [dict(seconds=30.0, loss=1.3, joules=5000.0, outcome="reached", reason=None)] * 3
     card = dict(division="large", limits=task.DIVISIONS["large"]._asdict(), seeds=joules)
     for own in (result("slow", 50.0), result("never"), result("fast", 20.0), result("card", 30.0, **card)):
         (tmp_path / f"{own['participant']}.json").write_text(json.dumps(own))
@@ -502,6 +504,7 @@ def test_the_board_has_the_fastest_first_and_who_did_not_reach_last(tmp_path, ca
     assert [page.index(f">{name}<") for name in ("fast", "slow", "never", "card")] == sorted(
         page.index(f">{name}<") for name in ("fast", "slow", "never", "card")
     )
+    assert "<h2>laptop: loss 1.40</h2>" in page
     assert "not reached: its loss is &lt;above&gt;" in page and "5000, 5000, 5000" in page and ">fast0000<" in page
 
 
@@ -512,8 +515,14 @@ def test_our_entries_are_the_first_on_the_board():
     assert all(ours[name]["median"] for name in ("entry", "entry_torch"))
 
 
-BROKEN = ["{", "[]", "{}", json.dumps(result("x", 1.0, seeds=3)), json.dumps(result("x", 1.0, division="none"))]
-BROKEN += [json.dumps(result("x", 1.0, limits={})), json.dumps(result("x", None, seeds=[]))]
+BROKEN = ["{", "[]", "{}"]
+BROKEN += [json.dumps(result("x", 1.0, **fields)) for fields in (dict(seeds=3), dict(division="none"), dict(limits={}))]
+# Numbers that somebody has changed, or a seed that somebody has taken away.
+BROKEN += [
+    json.dumps(result("x", 1.0, **fields))
+    for fields in (dict(median_seconds=0.5), dict(seeds=result("x", 1.0)["seeds"][:1]))
+]
+BROKEN += [json.dumps(result("x", None, **fields)) for fields in (dict(seeds=[]), dict(median_seconds=0.5))]
 
 
 @pytest.mark.parametrize("content", BROKEN)

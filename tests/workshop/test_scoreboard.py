@@ -173,3 +173,11 @@ def test_the_class_is_shown_before_and_after_and_no_answer_is_given_away(board):
         in text
     )
     assert "it is a race" not in text
+
+
+def test_one_participant_is_singular(tmp_path, capsys):
+    one, page = tmp_path / "eve.json", tmp_path / "board.html"
+    one.write_text(json.dumps(progress("eve") | {"exercises": {"before": {"A": state(True, 1, None)}}}))
+    assert scoreboard.main([str(one), "--html", str(page)]) == 0
+    assert "\nbefore: 1.0 right on average, of 1 participant\n" in capsys.readouterr().out
+    assert "not tried; 1 participant. The" in page.read_text()
