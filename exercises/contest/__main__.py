@@ -22,7 +22,7 @@ from measure.command_line import Parser, program
 from measure.results import ResultFile
 from tiny_llama.files import open_input, printable
 
-MOST_BYTES = 2**16  # of an entry: enough for code, and not for weights
+MOST_BYTES = 2**16  # of an entry: enough for code, and not for a model
 RESULTS = Path(__file__).parent / "results"
 
 

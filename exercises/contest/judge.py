@@ -4,9 +4,11 @@ The code of the entry runs in that process alone. Of what it leaves, the judge r
 the loss itself, in fp32 with PyTorch's operations, on sequences that it draws once the entry has ended.
 """
 
+import compileall
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -219,21 +221,31 @@ def check_loss(loss, floor, target):
         raise Missed(f"its loss {loss:.4f} is above the target {target:.2f}")
 
 
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def project_files():
+    """Return the paths of PROJECT, in their order."""
+    return sorted(path for pattern in PROJECT for path in ROOT.glob(pattern) if path.is_file())
+
+
 def file_hashes():
     """Return {file: SHA-256} of PROJECT."""
-    files = sorted(path for pattern in PROJECT for path in ROOT.glob(pattern) if path.is_file())
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {str(path.relative_to(ROOT)): sha256(path) for path in project_files()}
 
 
 def importable():
-    """Return {(path, SHA-256 of a file of PROJECT, else None)} of what Python imports from the folders that it uses.
+    """Return {path: SHA-256 of the project's files, else None} of what Python imports from the folders that it uses.
 
     New ones matter as well: a package goes before a module of its name, and what is at the top before a library.
     """
-    hashes = {ROOT / name: digest for name, digest in file_hashes().items()}
-    folders = {path.parent for path in hashes} | {ROOT, Path(site.getusersitepackages()), *map(Path, sys.path)}
+    ours = project_files()
+    folders = {path.parent for path in ours} | {ROOT, Path(site.getusersitepackages()), *map(Path, sys.path)}
     paths = {path for folder in folders for path in folder.glob("*") if path.name != "__pycache__"}
-    return {(path, hashes.get(path)) for path in paths if path.suffix in MODULES or any(path.glob("__init__.*"))}
+    found = {path: None for path in paths if path.suffix in MODULES or any(path.glob("__init__.*"))}
+    compiled = filter(Path.is_file, (Path(importlib.util.cache_from_source(path)) for path in ours))
+    return found | {path: sha256(path) for path in (*ours, *compiled)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,6 +255,8 @@ def importable():
 def judge_once(entry, division, device):
     """Run an entry, the bytes of its file, on a new source. Return the fields of a seed in the result."""
     limits, seed = DIVISIONS[division], secrets.randbelow(2**32)
+    for path in project_files():
+        compileall.compile_file(path, quiet=2)  # else the entry would, which is no change that matters
     before = importable()
     source = Source(limits.vocab_size)
     fields = dict(seed=seed, outcome="reached", reason=None, seconds=None, loss=None, floor=None, joules=None)
@@ -260,7 +274,7 @@ def judge_once(entry, division, device):
             fields["seconds"] = time.monotonic() - start
             used = meter(llama.Config(num_steps=1), 1)  # all of it counts as one step
             fields["joules"] = used and used["step_j"]
-            if changed := {path.name for path, _ in before ^ importable()}:
+            if changed := {path.name for path, _ in before.items() ^ importable().items()}:
                 raise Refused(f"files of the project or of libraries changed while it ran: {checkpoint.some(changed)}")
             # By the clock as well: who stops the judge's process makes it wait longer.
             if code is None or fields["seconds"] > limits.seconds:

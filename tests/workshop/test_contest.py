@@ -237,6 +237,10 @@ CHANGES = {
     "the script": ("Path('tiny_llama_v3.py').open('a').write('# faster')", "tiny_llama_v3.py"),
     "what each process of an entry imports": ("Path('exercises/__init__.py').open('a').write('# 1')", "__init__.py"),
     "what the next judge imports": ("Path('benchmarks/harness.py').open('a').write('# 1')", "harness.py"),
+    "what the script is compiled to": (
+        "import importlib.util; Path(importlib.util.cache_from_source('tiny_llama_v3.py')).open('ab').write(b'1')",
+        f"tiny_llama_v3.{sys.implementation.cache_tag}.pyc",
+    ),
     "a module before a library": (touch("jinja2.py"), "jinja2.py"),
     "a package before a library": (touch("safetensors/__init__.py"), "safetensors"),
     "a package before a module": (touch("tiny_llama/data/__init__.py"), "data"),
