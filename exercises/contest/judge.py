@@ -13,6 +13,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import site
 import statistics
@@ -252,6 +253,17 @@ def importable():
 # A run
 
 
+@contextlib.contextmanager
+def scratch_folder():
+    """Yield the path of a new folder, and remove it as far as what an entry has made of it allows."""
+    folder = tempfile.mkdtemp(prefix="contest_")
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(RecursionError):  # a thousand folders in one another
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def judge_once(entry, division, device):
     """Run an entry, the bytes of its file, on a new source. Return the fields of a seed in the result."""
     limits, seed = DIVISIONS[division], secrets.randbelow(2**32)
@@ -260,7 +272,7 @@ def judge_once(entry, division, device):
     before = importable()
     source = Source(limits.vocab_size)
     fields = dict(seed=seed, outcome="reached", reason=None, seconds=None, loss=None, floor=None, joules=None)
-    with tempfile.TemporaryDirectory(prefix="contest_", ignore_cleanup_errors=True) as scratch:
+    with scratch_folder() as scratch:
         sequences = source.draw(limits.sequences)
         deadline = time.monotonic() + limits.seconds
         told = dict(division=division, device=device.type, seed=seed, deadline=deadline)
