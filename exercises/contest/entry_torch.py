@@ -7,10 +7,10 @@ import tiny_llama_v3 as llama
 # As in entry.py.
 MODELS = {
     "laptop": dict(hidden_dim=128, num_layers=1, num_heads=4, ffn_dim=256, batch_size=32, num_steps=480),
-    "small": dict(hidden_dim=512, num_layers=2, num_heads=8, ffn_dim=2048, batch_size=256, num_steps=4800),
-    "large": dict(hidden_dim=1024, num_layers=2, num_heads=16, ffn_dim=4096, batch_size=512, num_steps=6400),
+    "small": dict(hidden_dim=512, num_layers=2, num_heads=8, ffn_dim=2048, batch_size=256, num_steps=800),
+    "large": dict(hidden_dim=768, num_layers=2, num_heads=12, ffn_dim=3072, batch_size=512, num_steps=1200),
 }
-LEARNING_RATES = {"laptop": 5e-3, "small": 1e-3, "large": 1e-3}
+LEARNING_RATES = {"laptop": 5e-3, "small": 2e-3, "large": 2e-3}
 CHECKED = 50  # steps after which it looks at the clock
 SPARE = 10  # seconds for saving
 
