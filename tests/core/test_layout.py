@@ -144,6 +144,7 @@ def test_there_is_one_parser_for_the_script_and_one_for_all_other_programs():
 
 
 WRITTEN_DIRECTLY = {  # the file: how often it writes in place
+    "exercises/contest/judge.py": 2,  # into a scratch folder, which is removed
     "exercises/check.py": 1,  # a trace of a judge that hangs, for its parent
     "profilers/record.py": 1,  # a part of a recording, which is marked until it is complete
     "profilers/recording.py": 3,  # the log, and that mark
