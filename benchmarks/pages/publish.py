@@ -54,6 +54,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "swiglu-product": kernel_tables.swiglu_product_section,
     "gpt": training_steps.gpt_section,
     "scaling": scaling_tables.scaling_section,
+    "message-sums": scaling_tables.sums_section,
     "fp8-speed": training_steps.fp8_speed_section,
     "fp8-layer": kernel_tables.fp8_layer_section,
     "training": training_runs.training_section,
@@ -64,7 +65,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "compilers": compiled.compilers_section,
 }
 # The pages that have markers; a test compares them with the results.
-NAMES = "README README_WORKSHOP docs/measured docs/fp8 docs/hopper docs/emulator docs/rocm"
+NAMES = "README README_WORKSHOP docs/measured docs/fp8 docs/scaling docs/hopper docs/emulator docs/rocm"
 PAGES = [ROOT / f"{name}.md" for name in NAMES.split()]
 PICTURES = {  # {picture in docs/: function of the folder of results and the path, which draws it}
     "front_page.png": pictures.draw_front_page,

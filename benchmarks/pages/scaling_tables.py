@@ -12,8 +12,10 @@ from benchmarks.pages.long_table import (
     paragraphs,
     provenance,
     tenths,
+    texts,
     whole,
 )
+from benchmarks.message_sums import TIMED
 from measure.tables import number
 
 SCALING = "scaling", "sizes {size} {mode} rows {row}"
@@ -51,3 +53,19 @@ def scaling_text(gpus, rows):
 def scaling_section(rows):
     """Show our step beside PyTorch's for each number of processes."""
     return paragraphs(*itertools.starmap(scaling_text, newest_scaling(rows).groupby("processes")))
+
+
+@of_each_device("message_sums", "sums {number}")
+def sums_section(rows):
+    """Show a line for each way to add and kind of gradient: the error and the bias of the sum in each type of message."""
+    rows = newest(rows, "how", "processes")
+    if rows.empty:
+        return ""
+    shown = texts(rows["relative_error"], "{:.1e}".format) + " (" + texts(rows["bias"], "{:+.1e}".format) + ")"
+    names = {"how": "added by", "mean": "mean of the gradients"}
+    rows = rows.assign(text=shown, message="messages in " + rows["message"]).rename(columns=names)
+    index = [names["how"], "processes", names["mean"]]
+    table = rows.pivot_table("text", index, "message", aggfunc="first", sort=False).reset_index()
+    times = [f"{number(ms)} ms in {name}" for name, ms in rows["result"].iloc[0]["ms"].items()]
+    sentence = f"An all-reduce of {TIMED:,} elements took {' and '.join(times)}." if times else ""
+    return paragraphs(markdown(table), sentence, provenance(rows))
