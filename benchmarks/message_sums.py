@@ -67,7 +67,7 @@ def errors(total, exact):
     """Return the error of a sum, root of its mean square, and its bias, both divided by those of the exact sum."""
     difference = total.double() - exact
     rms = (difference.square().mean() / exact.square().mean()).sqrt()
-    return {"relative_error": rms.item(), "bias": (difference.mean() / exact.abs().mean()).item()}
+    return {"relative_error": rms.item(), "relative_bias": (difference.mean() / exact.abs().mean()).item()}
 
 
 def compare(run, how, processes, add):
@@ -80,7 +80,7 @@ def compare(run, how, processes, add):
             run.result["sums"].append(row)
             print(
                 f"{how:10} {processes:3} processes, mean {mean:g}, {name}: error {row['relative_error']:.1e}, bias "
-                f"{row['bias']:+.1e}",
+                f"{row['relative_bias']:+.1e}",
                 flush=True,
             )
 

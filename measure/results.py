@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 TIMES = re.compile(r"(.+_)?ms|us")  # names of the fields that hold times, in the objects and lists below them too
-# Of several processes: differences of times, which have any sign, and are null where they were not measured.
-DIFFERENCES = "exposed_communication_ms", "own_ms", "behind_ms"
+# Differences, which have any sign. Those of times are of several processes, and null where they were not measured.
+DIFFERENCES = "exposed_communication_ms", "own_ms", "behind_ms", "relative_bias"
 NUMBERS = int, float
 # Options of a benchmark that name a private folder, without effect on what is measured.
 PRIVATE = r" ('--(output-dir|save)=[^']*'|--(output-dir|save)[ =]('[^']*'|\S+))"

@@ -4,6 +4,7 @@ import itertools
 
 import pandas as pd
 
+from benchmarks.message_sums import TIMED
 from benchmarks.pages.long_table import (
     markdown,
     newest,
@@ -15,7 +16,6 @@ from benchmarks.pages.long_table import (
     texts,
     whole,
 )
-from benchmarks.message_sums import TIMED
 from measure.tables import number
 
 SCALING = "scaling", "sizes {size} {mode} rows {row}"
@@ -57,13 +57,14 @@ def scaling_section(rows):
 
 @of_each_device("message_sums", "sums {number}")
 def sums_section(rows):
-    """Show a line for each way to add and kind of gradient: the error and the bias of the sum in each type of message."""
+    """Show the error and the bias of sums in each type of message, for each way to add and mean of the gradients."""
     rows = newest(rows, "how", "processes")
     if rows.empty:
         return ""
-    shown = texts(rows["relative_error"], "{:.1e}".format) + " (" + texts(rows["bias"], "{:+.1e}".format) + ")"
+    shown = texts(rows["relative_error"], "{:.1e}".format) + " (" + texts(rows["relative_bias"], "{:+.1e}".format) + ")"
     names = {"how": "added by", "mean": "mean of the gradients"}
-    rows = rows.assign(text=shown, message="messages in " + rows["message"]).rename(columns=names)
+    columns = dict(processes=rows["processes"].map(whole), mean=rows["mean"].map("{:g}".format))
+    rows = rows.assign(text=shown, message="messages in " + rows["message"], **columns).rename(columns=names)
     index = [names["how"], "processes", names["mean"]]
     table = rows.pivot_table("text", index, "message", aggfunc="first", sort=False).reset_index()
     times = [f"{number(ms)} ms in {name}" for name, ms in rows["result"].iloc[0]["ms"].items()]

@@ -27,8 +27,8 @@ class Division(NamedTuple):
 
 
 # Each pair of tokens has its own four successors, so vocab_size squared is what there is to learn. The laptop's target
-# takes our entry about a third of the seconds on two cores. A large card of today needs few of its seconds, so that older
-# ones have enough. The small division has not been measured on a card of its own.
+# takes our entry about a third of the seconds on two cores. A large card of today needs few of its seconds, so that
+# older ones have enough. The small division has not been measured on a card of its own.
 DIVISIONS = {
     "laptop": Division(vocab_size=16, seconds=120, target=1.40, parameters=2_000_000, sequences=2**16),
     "small": Division(vocab_size=128, seconds=300, target=1.40, parameters=32_000_000, sequences=2**19),

@@ -28,7 +28,7 @@ def test_a_ring_rounds_each_partial_sum(monkeypatch):
     exact = message_sums.exact_sum(4, 0.0, CPU)
     assert exact.dtype == torch.float64 and exact.item() == 259
     found = message_sums.errors(torch.tensor([256.0]), exact)
-    assert found == {"relative_error": pytest.approx(3 / 259), "bias": pytest.approx(-3 / 259)}
+    assert found == {"relative_error": pytest.approx(3 / 259), "relative_bias": pytest.approx(-3 / 259)}
 
 
 def test_errors_grow_with_the_root_of_the_processes():
