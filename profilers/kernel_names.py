@@ -19,7 +19,7 @@ OPERATIONS = {
     r"^gelu_kernel": "GELU",
     r"^flash_attention_backward": "attention backward",
     r"^flash_attention_(hopper_)?kernel": "attention",
-    r"^rope_kernel": "rotary embedding",
+    r"^rope_kernel|rotary_embedding": "rotary embedding",
     r"^swiglu_kernel": "SwiGLU matrix product, naive",
     r"^swiglu_hopper_kernel": "SwiGLU and its product",
     r"^swiglu_activation_backward_kernel": "SwiGLU backward",
@@ -31,16 +31,16 @@ OPERATIONS = {
     # NCCL and RCCL; some kernels serve any collective
     r"^nccl.*ReduceScatter": "reduce-scatter",
     r"^nccl.*AllGather": "all-gather",
-    r"^nccl": "collective",
-    # PyTorch's fused attention: flash, cuDNN, memory-efficient, AOTriton
-    r"(flash|fmha|sdpa|attention|attn|_efficient_).*(bwd|backward|bprop)|^bwd_(kernel|pre)": "attention backward",
-    r"flash_fwd|fmha|sdpa|scaled_dot_product|flash_attention|attn_fwd": "attention",
+    r"^nccl|all_reduce|cross_device_reduce": "collective",
+    # code that torch.compile generates; its names list the operators, those around a product or attention too
+    r"^triton_(poi|per|red|for)_": "fused by torch.compile",
+    # fused attention: flash, cuDNN, memory-efficient, AOTriton, CK, paged
+    r"(flash|[Ff]mha|sdpa|attention|attn|_efficient_).*([Bb]wd|backward|bprop)|^bwd_(kernel|pre)": "attention backward",
+    r"flash_fwd|[Ff]mha|sdpa|scaled_dot_product|attention|attn_fwd": "attention",
     # libraries' matrix products: rocBLAS and hipBLASLt (Tensile), cuBLAS, CUTLASS
-    r"^Cijk_|rocblas|hipblas|cublas|cutlass|nvjet|gemm|gemv|splitK|xmma|wgmma|aten::(mm|bmm|addmm|matmul|linear)$": (
-        "matrix product"
-    ),
-    # code that torch.compile generates
-    r"^triton_(poi|per|red|tem|for)_": "fused by torch.compile",
+    r"^(Custom_)?Cijk_|rocblas|hipblas|cublas|cutlass|nvjet|gemm|gemv|splitK|xmma|wgmma|_matmul_|^bmm_"
+    r"|aten::(mm|bmm|addmm|matmul|linear)$": "matrix product",
+    r"^triton_tem_": "fused by torch.compile",
     # PyTorch's own kernels, and on a CPU its operators
     r"(multi_tensor|foreach|[Ff]used).*([Aa]dam|addc)|aten::_(fused_adam|foreach_)": "optimizer",
     r"lpnorm|LpNorm|linalg_vector_norm|NormTwo": "gradient norm",
@@ -48,9 +48,9 @@ OPERATIONS = {
     r"[Ss]oft_?[Mm]ax": "softmax",
     r"embedding_(dense_)?backward|embedding.*[Gg]rad|compute_grad_weight": "embedding backward",
     r"embedding|index_?select|indexSelect|gather": "embedding",
-    r"(layer|rms)_?norm.*([Bb]ackward|[Gg]rad|[Bb]wd)|GammaBeta": "norm backward",
-    r"(layer|rms)_?norm|RowwiseMoments": "norm",
-    r"Mem(cpy|set)|copy|Fill|fill|zero_|__amd_rocclr|CatArray|aten::(cat|clone|contiguous)": "copy or fill",
+    r"(?i:(layer|rms|batch|group)_?norm.*(backward|grad|bwd))|GammaBeta": "norm backward",
+    r"(?i:(layer|rms|batch|group)_?norm)|RowwiseMoments": "norm",
+    r"[Mm]em(cpy|set)|copy|Fill|(?<![Pp]re)fill|zero_|__amd_rocclr|CatArray|aten::(cat|clone|contiguous)": "copy or fill",
     r"distribution|philox|random": "random numbers",
     r"reduce|aten::(sum|mean|max|norm)": "reduction",
     r"elementwise|aten::(add|mul|div|sub|pow|rsqrt|sqrt|silu|sigmoid|neg|exp|addcmul|addcdiv|lerp)\w*$": "elementwise",

@@ -705,6 +705,21 @@ OPERATIONS = {  # name of a kernel: operation
     "<float, 4, (ADAM_MODE)1, false>>(x)": "optimizer",
     "Memcpy DtoD (Device -> Device)": "copy or fill", "__amd_rocclr_fillBufferAligned": "copy or fill",
     "aten::mm": "matrix product", "my_own_thing": "other",
+    "Custom_Cijk_Ailk_Bljk_BBS_BH_MT64x64x32_MI16x16x1": "matrix product", "_matmul_ogs_128x256": "matrix product",
+    "bmm_Bfloat16_E4m3_128x16": "matrix product", "triton_tem_fused_addmm_relu_3": "fused by torch.compile",
+    "triton_poi_fused__scaled_dot_product_flash_attention_cat_view_2": "fused by torch.compile",
+    "triton_red_fused_add_native_layer_norm_backward_7": "fused by torch.compile",
+    "triton_tem_fused_flex_attention_1": "attention", "triton_tem_fused_flex_attention_backward_2": "attention back"
+    "ward",
+    "void ck_tile::kentry<2, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVS<x>>>(y)": "attention",
+    "_ZN7ck_tile6kentryILi1ENS_20FmhaBatchPrefillKernelIxEEEEvy": "attention",
+    "void ck_tile::kentry<1, ck_tile::FmhaBwdDQDKDVKernel<x>>(y)": "attention backward",
+    "void paged_attention_reduce_kernel<__hip_bfloat16, 128>(float const*)": "attention",
+    "void memcpy128<float>(float*, float const*)": "copy or fill", "prefill_positions": "other",
+    "void multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": "collective",
+    "void rotary_embedding_kernel<c10::BFloat16, true>(long const*)": "rotary embedding",
+    "MIOpenBatchNormFwdTrainSpatial": "norm", "MIOpenBatchNormBwdSpatial": "norm backward",
+    "_ZN7ck_tile6kentryILi1ENS_12Rmsnorm2dFwdIxEEEEvy": "norm",
 }  # fmt: skip
 
 
