@@ -67,7 +67,8 @@ def main(argv):
     options = report_parser("counters", __doc__, "profile").parse_args(argv)
     counters, is_of_steps = read_step_counters(options.profile)
     if counters.empty:
-        raise NothingRecorded(f"{options.profile} holds no counters: see its log.txt")
+        names = "*counter_collection.csv, *.db, *ncu_raw.csv"
+        raise NothingRecorded(f"{options.profile} holds no counters, in one of {names}: its log.txt may say why")
     scope = "mean of the measured steps" if is_of_steps else "mean of the whole run, warm-up included"
     # Counting slows kernels down, so that their times are those of the run without; ncu counts the time itself.
     stats = None

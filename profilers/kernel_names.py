@@ -35,7 +35,9 @@ OPERATIONS = {
     # code that torch.compile generates; its names list the operators, those around a product or attention too
     r"^triton_(poi|per|red|for)_": "fused by torch.compile",
     # fused attention: flash, cuDNN, memory-efficient, AOTriton, CK, paged
-    r"(flash|[Ff]mha|sdpa|attention|attn|_efficient_).*([Bb]wd|backward|bprop)|^bwd_(kernel|pre)": "attention backward",
+    r"(flash|[Ff]mha|sdpa|attention|attn|_efficient_).*([Bb]wd|backward|bprop)|^bwd_(kernel|pre)": (
+        "attention backward"
+    ),
     r"flash_fwd|[Ff]mha|sdpa|scaled_dot_product|attention|attn_fwd": "attention",
     # libraries' matrix products: rocBLAS and hipBLASLt (Tensile), cuBLAS, CUTLASS
     r"^(Custom_)?Cijk_|rocblas|hipblas|cublas|cutlass|nvjet|gemm|gemv|splitK|xmma|wgmma|_matmul_|^bmm_"
@@ -50,7 +52,7 @@ OPERATIONS = {
     r"embedding|index_?select|indexSelect|gather": "embedding",
     r"(?i:(layer|rms|batch|group)_?norm.*(backward|grad|bwd))|GammaBeta": "norm backward",
     r"(?i:(layer|rms|batch|group)_?norm)|RowwiseMoments": "norm",
-    r"[Mm]em(cpy|set)|copy|Fill|(?<![Pp]re)fill|zero_|__amd_rocclr|CatArray|aten::(cat|clone|contiguous)": "copy or fill",
+    r"[Mm]em(cpy|set)|copy|(?<![Pp]re)[Ff]ill|zero_|__amd_rocclr|CatArray|aten::(cat|clone|contiguous)": "copy or fill",
     r"distribution|philox|random": "random numbers",
     r"reduce|aten::(sum|mean|max|norm)": "reduction",
     r"elementwise|aten::(add|mul|div|sub|pow|rsqrt|sqrt|silu|sigmoid|neg|exp|addcmul|addcdiv|lerp)\w*$": "elementwise",

@@ -126,7 +126,7 @@ def draw_roofline(result):
 
 def pictures_of(path):
     """Return {file name: figure} of all pictures that a folder, a trace or a JSON has the data for."""
-    if path.suffix == ".json" and path.name != "trace.json":
+    if path.suffix == ".json" and not path.name.endswith("trace.json"):
         with reported(path):
             return {"roofline.png": draw_roofline(read_kernels_alone(path))}
     (table, steps, _), processes, name = read_some_kernels(path), read_processes(path), path.resolve().name

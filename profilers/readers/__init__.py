@@ -6,9 +6,10 @@ Each format has a module of its own:
     rocprofv3       CSV files of rocprofv3
     rocprofv3_json  its JSON
     rocpd           its databases, since ROCm 7
-    torch_trace     the trace of torch.profiler
+    torch_trace     traces of torch.profiler
 
-Its PATTERNS are {content: pattern of the names of files with it}, and its read(path, content) returns a table:
+Its PATTERNS are {content: pattern of the names of files with it, to which gzip adds .gz}, and its read(path, content)
+returns a table:
 
     dispatches, counted    every kernel run: Name, Start and End (ns); counted, slower, while counters were read
     markers, calls         ranges of the program (roctx, NVTX, record_function), calls of HIP or CUDA: the same columns
@@ -21,6 +22,7 @@ What is read of any format passes files.usable(), which leaves out rows whose fi
 printable, and kernels pass files.one_at_a_time().
 """
 
+import fnmatch
 import functools
 import re
 from collections.abc import Callable
@@ -29,12 +31,14 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from profilers.kernel_names import short_name
 from profilers.readers import ncu, rocpd, rocprofv3, rocprofv3_json, torch_trace
 from profilers.readers.files import (
     PROCESS,
     OtherFormat,
     Unreadable,
     intervals,
+    name_of,
     note,
     one_at_a_time,
     reported,
@@ -47,9 +51,15 @@ COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs
 
 # A folder may have several formats: the first one with the requested content is read.
 FORMATS = (ncu, rocprofv3, rocpd, rocprofv3_json, torch_trace)
-NAMED_BY_A_PERSON = {"trace.json": "*.json", "*kernel_stats.csv": "*.csv"}  # a single file may have such a name
+NAMED_BY_A_PERSON = {"*trace.json": "*.json", "*kernel_stats.csv": "*.csv"}  # a single file may have such a name
+OTHERS = {  # files without kernels that are read, and the remedy
+    "*.stats.csv": "is of rocprof v1: record with rocprofv3",
+    "*.pftrace": "is for Perfetto alone: record with --output-format csv",
+    "*.proto": "is for Perfetto alone: record with --output-format csv",
+    "pmc_perf*.csv": "is of rocprof-compute: rocprof-compute analyze -p FOLDER",
+}
 FAILED = r"\.failed/"
-COUNTING_PASS = r"(^|/)(pmc|pass)_\d+/"  # runs with counters, which are slower
+COUNTING_PASS = r"(?:^|/)((?:pmc|pass)_\d+)/"  # runs with counters, which are slower
 
 
 class Process(NamedTuple):
@@ -70,7 +80,7 @@ def read_processes(path):
     around all of them. Otherwise each step is a window, and what runs between steps is left out.
     """
     found, files = [], {}  # {the recording of a process: its file}
-    for file, table in read_all(path, "dispatches") or read_all(path, "counted"):
+    for file, table in read_all(path, "dispatches") or read_counted(path):
         for labels, rows, ranges in of_each_process(file, table):
             # Of a database that rocpd has merged, the original may lie in the same folder.
             recording = tuple(rows[[label for label in PROCESS if label in rows]].head(1).to_numpy().flat)
@@ -79,6 +89,14 @@ def read_processes(path):
                 continue
             found.append(process_of(file, labels, in_order([rows]), in_order([ranges])))
     return [process for process in found if process.steps] or found
+
+
+def read_counted(path):
+    """Return read_all() of kernels that ran while counters were read, and note it."""
+    tables = read_all(path, "counted")
+    if tables:
+        note(f"{tables[0][0]}: times are those of kernels while they were counted, which slows them")
+    return tables
 
 
 def process_of(file, labels, dispatches, ranges):
@@ -132,9 +150,18 @@ def read_kernels(path):
         sums = {"Calls": "sum", "TotalDurationNs": "sum", "MinNs": "min", "MaxNs": "max"}
         return completed(kernels.agg(sums)), steps, len(processes or tables)
     if not processes:
-        files = "*kernel_trace.csv, *kernel_stats.csv, *.db, *_results.json, trace.json"
-        raise Unreadable(f"{path} holds no kernels that a profiler recorded, in one of {files}")
+        names = "*kernel_trace.csv, *kernel_stats.csv, *.db, *_results.json, *trace.json"
+        raise Unreadable(f"{path} holds no kernels that a profiler recorded, in one of {names}{others_in(path)}")
     return statistics_of(pd.concat([process.measured for process in processes])), steps, len(processes)
+
+
+def others_in(path):
+    """Return what is in the place of kernels, and the remedy; "" if that is not known."""
+    for file in files_of(path):
+        for pattern, remedy in OTHERS.items():
+            if fnmatch.fnmatchcase(name_of(file), pattern):
+                return f"; {file} {remedy}"
+    return ""
 
 
 def read_kernel_stats(path):
@@ -167,12 +194,21 @@ def read_step_counters(path):
         for _, rows, ranges in of_each_process(file, table):
             windows, _ = steps_of(file, ranges)
             if len(rows):
+                rows = rows.assign(Pass=pass_of(file))
                 whole.append(rows)
                 limited.append(rows if records_only_steps(file, ranges) else within(rows, *windows))
     if not whole:
         return pd.DataFrame(), False
     is_limited = all(map(len, limited))
     rows = pd.concat(limited if is_limited else whole)
+    runs = rows.groupby(["Name", "Pass", "Counter"]).size().groupby(["Name", "Pass"]).max().unstack(fill_value=0)
+    uneven = runs[runs.min(axis="columns") < runs.max(axis="columns")]
+    if len(uneven):
+        told = ", ".join(f"{count} in {name}" for name, count in uneven.iloc[0].items())
+        note(
+            f"{path}: {len(uneven)} of {len(runs)} kernels ran more often in one pass than in another, such as "
+            f"{short_name(uneven.index[0])} ({told}): their counters are of different runs, or - without any"
+        )
     # The same counter in several files (processes, passes) adds measurements, not columns.
     return rows.groupby(["Name", "Counter"])["Value"].mean().unstack("Counter"), is_limited
 
@@ -189,24 +225,35 @@ def read_peak_memory(path):
 # Files
 
 
+def files_of(path):
+    """Return the files below a folder in the order of their paths, or a file itself."""
+    return sorted(file for file in path.rglob("*") if not file.is_dir()) if path.is_dir() else [path]
+
+
+def pass_of(file):
+    """Return the name of the pass that wrote a file, as pass_1; "" if a run had only one."""
+    return "".join(re.findall(COUNTING_PASS, str(file))[-1:])
+
+
 def read_all(path, content):
     """Return [(file, what its reader returns)] of the files with this content: the path itself, or files below it."""
     path = Path(path)
     if not path.exists():
         raise Unreadable(f"{path} does not exist")
-    left_out = re.compile(FAILED if content == "counters" else f"{FAILED}|{COUNTING_PASS}")
-    has_own_name = any(path.match(pattern) for kind in FORMATS for pattern in kind.PATTERNS.values())
-    named_by_a_person = {} if has_own_name else NAMED_BY_A_PERSON
+    left_out = re.compile(FAILED if content in ("counters", "counted") else f"{FAILED}|{COUNTING_PASS}")
+    files = [file for file in files_of(path) if file == path or not left_out.search(str(file.relative_to(path)))]
+    patterns = [pattern for kind in FORMATS for pattern in kind.PATTERNS.values()]
+    has_own_name = any(fnmatch.fnmatchcase(name_of(path), pattern) for pattern in patterns)
+    named_by_a_person = {} if has_own_name or path.is_dir() else NAMED_BY_A_PERSON
     found = []
     for kind in FORMATS:
         if found or content not in kind.PATTERNS:
             continue
-        pattern = kind.PATTERNS[content]
-        if path.is_dir():
-            files = [file for file in sorted(path.rglob(pattern)) if not left_out.search(str(file.relative_to(path)))]
-        else:
-            files = [path] if path.match(named_by_a_person.get(pattern, pattern)) else []
-        for file in files:
+        pattern = named_by_a_person.get(kind.PATTERNS[content], kind.PATTERNS[content])
+        of_kind = [file for file in files if fnmatch.fnmatchcase(name_of(file), pattern)]
+        if content == "counted":  # each pass runs all kernels again
+            of_kind = [file for file in of_kind if pass_of(file) == pass_of(of_kind[0])]
+        for file in of_kind:
             try:
                 with reported(file):
                     rows = usable(file, kind.read(file, content))
@@ -223,7 +270,7 @@ def read_all(path, content):
 def read_beside(file, name, content):
     """Return read_all() of the file with other content of the same recording."""
     # The CSV files of a process have the same prefix; other files have all content.
-    beside = Path(re.sub(r"(kernel_trace|counter_collection)\.csv$", f"{name}.csv", str(file)))
+    beside = Path(re.sub(r"(kernel_trace|counter_collection)(?=\.csv(\.gz)?$)", name, str(file)))
     return read_all(beside, content) if beside.exists() else []
 
 
@@ -279,8 +326,9 @@ def records_only_steps(file, ranges):
 
     The whole run of another program has a range "program" around it.
     """
-    is_trace = file.suffix == ".json" and not file.match(rocprofv3_json.FILES)
-    return file.name == "ncu_raw.csv" or is_trace and not (ranges["Name"] == "program").any()
+    name = name_of(file)
+    is_trace = name.endswith(".json") and not fnmatch.fnmatchcase(name, rocprofv3_json.FILES)
+    return name == "ncu_raw.csv" or is_trace and not (ranges["Name"] == "program").any()
 
 
 def in_order(tables):

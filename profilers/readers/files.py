@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gzip
 import io
 import json
 import re
@@ -11,8 +12,10 @@ import numpy as np
 import pandas as pd
 
 from measure.command_line import UsageError, printable, require_file
+from profilers.kernel_names import short_name
 
-TEXT = {"encoding": "utf-8-sig", "errors": "replace"}  # the profilers write the bytes of a name as they are
+NAME = re.compile(r'(?<="name": ").*?(?=",\s*"(?:ph|cat|pid|tid|ts|dur|args)": )')  # of an event of a trace
+UNESCAPED = re.compile(r'(?<!\\)"|\\(?!["\\/bfnrtu])')
 WORDS = ["Name", "Counter"]  # columns; all others but labels are numbers
 PROCESS = ["Guid", "Pid"]  # labels that tell the processes in a file apart, empty where they are not known
 QUEUE = ["Queue", "Stream"]  # on which kernels run one after the other, of a process and an Agent, a GPU
@@ -20,6 +23,11 @@ LABELS = [*PROCESS, "Agent", *QUEUE]
 LAST = 2**63 - 1  # ns that a clock can count
 LONGEST = 2**53  # ns, 104 days
 OVERLAP = 0.01  # of the kernels' time: so much is not worth a word
+OF_OLD_RELEASES = {  # a column of a file that lacks others: whose it is
+    "AverageNs": ", but of rocprof v1: record with rocprofv3",
+    "BeginNs": ", but of rocprof v1: record with rocprofv3",
+    "Counter_Value": " since ROCm 6.3, whose counters have times: record with ROCm 6.4 or newer",
+}
 shown = functools.cache(printable)  # of a few names that fill long columns
 
 
@@ -35,6 +43,8 @@ class OtherFormat(Unreadable):
 def reported(path):
     """Turn what parsers raise, and what contents of another kind raise where they are used, into Unreadable."""
     require_file(path)
+    if path.exists() and not path.stat().st_size:
+        raise Unreadable(f"{path} is empty, as where a profiler was ended before it wrote: profile again")
     try:
         yield
     except UsageError:
@@ -49,25 +59,46 @@ def note(text):
     print(printable(f"note: {text}"), file=sys.stderr)
 
 
+def name_of(path):
+    """Return the name of a file as it was before gzip."""
+    return path.name.removesuffix(".gz")
+
+
+def read_text(path):
+    """Return the text of a file, which gzip may have compressed."""
+    data = path.read_bytes()
+    data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    return data.decode("utf-8-sig", errors="replace")  # the profilers write the bytes of a name as they are
+
+
 @functools.lru_cache(maxsize=1)  # parsing may take seconds
 def read_json(path):
-    """Return the contents of a file of JSON, in which C++ may have written nan, inf, and tabs in names."""
-    text = path.read_text(**TEXT)
+    """Return the contents of a file of JSON, in which C++ may have written nan, inf, and tabs or quotes in names."""
+    text = read_text(path)
     try:
         return json.loads(text, strict=False)
     except ValueError:
-        return json.loads(re.sub(r"(?<=: )-?(nan|inf)(?=[,}\s])", "NaN", text), strict=False)
+        text = re.sub(r"(?<=: )-?(nan|inf)(?=[,}\s])", "NaN", text)
+        text = NAME.sub(lambda name: UNESCAPED.sub(r"\\\g<0>", name[0]), text)
+    try:
+        return json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated") or re.fullmatch(r"[\w.+-]*\s*", text[error.pos :]):
+            raise ValueError("it is cut off") from error
+        raise Unreadable(
+            f"{path} is whole, but no JSON ({error}), and to profile again would change nothing: mend this place"
+        ) from error
 
 
 def read_csv(path, columns, labels=()):
     """Read the columns {name in the file: new name} of a CSV file, and of the labels those that it has."""
     # A number that is cut off is still one: without its newline the last line cannot be trusted.
-    text = path.read_text(**TEXT)
+    text = read_text(path)
     if not text.endswith("\n"):
         raise ValueError("its last line is cut off")
     table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)  # a name may be "nan"
     if missing := columns.keys() - set(table):
-        remedy = ", but of rocprof v1: record with rocprofv3" if "AverageNs" in text or "BeginNs" in text else ""
+        remedy = next((each for name, each in OF_OLD_RELEASES.items() if name in table), "")
         raise Unreadable(f"{path} has no column {min(missing)}: it is no such file of rocprofv3{remedy}")
     if len(table) and not isinstance(table.index, pd.RangeIndex):  # pandas takes the first field for an index
         raise ValueError("rows have too many fields")
@@ -90,8 +121,11 @@ def usable(path, rows):
         are_good &= figures["Calls"].ge(1) & figures["MinNs"].le(figures["MaxNs"])
         are_good &= figures["MaxNs"].le(figures["TotalDurationNs"])
     if bad := (~are_good).sum():
-        reason = f"{bad} of {len(rows)} rows have figures that cannot be, as where a kernel ends before it starts"
-        if bad == len(rows):
+        first = rows[~are_good].iloc[0]
+        words = ", ".join(short_name(str(first[name])) for name in WORDS if name in rows)
+        told = ", ".join(f"{name} {first[name]}" for name in figures)
+        reason = f"{bad} of {len(rows)} rows have figures that cannot be, the first of {words}: {told}"
+        if bad == len(rows) and "Counter" not in rows:
             raise ValueError(reason)
         note(f"{path}: {reason}: left out")
     shares = figures.get("Percentage", pd.Series(100)).sum()

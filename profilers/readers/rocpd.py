@@ -9,13 +9,15 @@ import sqlite3
 
 import pandas as pd
 
-from profilers.readers.files import OtherFormat, Unreadable
+from profilers.readers.files import OtherFormat, Unreadable, name_of
 
 # The name of a range that the program opened is roctx's function, roctxThreadRangeA; its data have the program's name.
 RANGES = """SELECT CASE WHEN json_valid(extdata) THEN ifnull(json_extract(extdata, '$.message'), name) ELSE name END
     AS Name, start AS Start, [end] AS [End]{labels} FROM regions WHERE category LIKE """
+KERNELS = "SELECT name AS Name, start AS Start, [end] AS [End]{labels} FROM kernels"
 QUERIES = {
-    "dispatches": "SELECT name AS Name, start AS Start, [end] AS [End]{labels} FROM kernels",
+    "dispatches": KERNELS,
+    "counted": KERNELS,
     "markers": RANGES + "'MARKER%'",
     "calls": RANGES + "'HIP%'",
     "counters": "SELECT kernel_name AS Name, counter_name AS Counter, value AS Value, start AS Start"
@@ -33,6 +35,8 @@ LABELS = {"guid": "Guid", "pid": "Pid", "agent_id": "Agent", "queue_id": "Queue"
 
 
 def read(path, content):
+    if name_of(path) != path.name:
+        raise Unreadable(f"{path} is compressed, and SQLite cannot read it so: gunzip it")
     views = set(query(path, "SELECT name FROM sqlite_master")["name"])
     if views and "kernels" not in views:
         raise OtherFormat(f"{path} is no database of rocprofv3, but perhaps of rocprof v1: record with rocprofv3")

@@ -9,7 +9,8 @@ CATEGORIES = {
     "markers": ("user_annotation",),
     "calls": ("cuda_runtime", "cuda_driver"),
 }
-PATTERNS = dict.fromkeys((*CATEGORIES, "memory"), "trace.json")
+PATTERNS = dict.fromkeys((*CATEGORIES, "memory"), "*trace.json")  # also PyTorch's own <worker>.<time>.pt.trace.json
+ON_GPU = 1, 6  # torch's numbers of the device types CUDA and HIP
 
 
 def read(path, content):
@@ -19,7 +20,7 @@ def read(path, content):
     events = read_json(path)["traceEvents"]
     if content == "memory":  # what PyTorch's tensors held after each change, on a GPU
         changes = [event["args"] for event in events if event.get("name") == "[memory]"]
-        totals = [now["Total Allocated"] for now in changes if now["Device Type"] == 1]
+        totals = [now["Total Allocated"] for now in changes if now["Device Type"] in ON_GPU]
         return pd.DataFrame({"Total": totals})
     events = [event for event in events if event.get("ph") == "X"]
     chosen = [event for event in events if event.get("cat") in CATEGORIES[content]]

@@ -1,5 +1,6 @@
 """The readers: one table from the files of either ROCm release, a rocpd database, or torch.profiler."""
 
+import gzip
 import json
 import math
 import os
@@ -261,7 +262,9 @@ def test_what_starts_at_0_has_no_stamp(tmp_path, capsys, kind):
     run = Run([Record("a", 0, later), Record("b", later + 20, later + 30)], ranges, [], [])
     write_recording(tmp_path / "k", kind, run)
     assert sums_of(read_kernels(tmp_path)[0]) == {"b": (1, 10)} and read_kernels(tmp_path)[1] == 1
-    assert capsys.readouterr().err.count("1 of 2 rows have figures that cannot be") == 1 + (kind == "csv")
+    told = capsys.readouterr().err
+    for name in "a", "step":
+        assert f"1 of 2 rows have figures that cannot be, the first of {name}: Start 0" in told
     write_recording(tmp_path / "early" / "k", kind, Run([Record("a", 0, 10**6)], [], [], []))
     assert sums_of(read_kernels(tmp_path / "early")[0]) == {"a": (1, 10**6)}
 
@@ -484,6 +487,40 @@ def test_ncu(tmp_path):
         readers.read_step_counters(tmp_path)
 
 
+PASS_KINDS = ("csv", "db")
+
+
+@pytest.mark.parametrize("kind", PASS_KINDS)
+@pytest.mark.parametrize("folder", ["pmc_{}", "pass_{}", "pass_{}/node01"])
+def test_passes_by_themselves(tmp_path, capsys, kind, folder):
+    """As rocprofv3 writes them for several --pmc, or for a file: the times are those of the first pass, and noted."""
+    for number, names in enumerate((["SQ_WAVES"], ["FETCH_SIZE"]), 1):
+        prefix = tmp_path / folder.format(number) / "c"
+        slowed = RUN._replace(dispatches=[d._replace(end=d.start + 10 * number) for d in RUN.dispatches])
+        if kind == "db":
+            records.write_rocpd(Path(f"{prefix}_results.db"), slowed, names)
+        else:
+            records.write_counters(Path(f"{prefix}_counter_collection.csv"), slowed.dispatches, names)
+            records.write_markers(Path(f"{prefix}_marker_api_trace.csv"), (7, 0), slowed.ranges)
+    table, is_of_steps = readers.read_step_counters(tmp_path)
+    assert is_of_steps and set(table) == {"SQ_WAVES", "FETCH_SIZE"} and table.notna().all(axis=None)
+    table, *counts = read_kernels(tmp_path)
+    assert counts == [2, 1] and sums_of(table) == {"a": (3, 30), "b": (1, 10)}
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "times are those of kernels while they were counted, which slows them" in told
+
+
+def test_kernels_that_the_passes_do_not_share(tmp_path, capsys):
+    """They are told, with how often the first of them ran; those that all passes ran alike are not."""
+    for number, (names, part) in enumerate(((["SQ_WAVES"], [0, 2]), (["FETCH_SIZE", "WRITE_SIZE"], [0, 3, 4])), 1):
+        dispatches = [RUN.dispatches[index] for index in part]  # a and b, then a, a and between
+        records.write_counters(tmp_path / f"pass_{number}" / "c_counter_collection.csv", dispatches, names)
+    table, _ = readers.read_step_counters(tmp_path)
+    assert table.loc["b"].isna().to_dict() == {"SQ_WAVES": False, "FETCH_SIZE": True, "WRITE_SIZE": True}
+    told = "3 of 3 kernels ran more often in one pass than in another, such as a (1 in pass_1, 2 in pass_2): "
+    assert told in capsys.readouterr().err
+
+
 def test_a_database_of_schema_4(tmp_path):
     """It has a row for each instance of a counter."""
     records.write_rocpd(tmp_path / "a.db", RUN)
@@ -497,9 +534,10 @@ def test_a_database_of_schema_4(tmp_path):
     assert is_of_steps and table.loc["a", "SQ_WAVES"] == 8.0
 
 
-def test_the_peak_of_memory_is_the_most_at_a_time(tmp_path):
+@pytest.mark.parametrize("gpu", [1, 6])  # PyTorch's numbers of CUDA and of HIP
+def test_the_peak_of_memory_is_the_most_at_a_time(tmp_path, gpu):
     events = [{"ph": "i", "name": "[memory]", "ts": ts, "args": {"Device Type": kind, "Total Allocated": total}}
-              for ts, kind, total in ((1, 1, 400), (2, 1, 1000), (3, 0, 9999), (4, 1, 600))]  # fmt: skip
+              for ts, kind, total in ((1, 1, 400), (2, gpu, 1000), (3, 0, 9999), (4, 1, 600))]  # fmt: skip
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     assert readers.read_peak_memory(tmp_path) == 1000
     records.write_rocpd(tmp_path / "a.db", RUN)
@@ -530,7 +568,7 @@ def test_what_is_no_profile(tmp_path, name, told):
 
 def write_one(path):
     """A good file of this name."""
-    if path.suffix == ".json":
+    if ".json" in path.suffixes:
         path.write_text(chrome_trace(*(("kernel", d.name, d.start, 1) for d in RUN.dispatches)))
     elif path.suffix == ".db":
         records.write_rocpd(path, RUN)
@@ -540,14 +578,84 @@ def write_one(path):
         records.write_kernel_trace(path, (7, 0), RUN.dispatches)
 
 
-@pytest.mark.parametrize("cut", [1, 70, None])
-@pytest.mark.parametrize("name", ["a_kernel_stats.csv", "a_kernel_trace.csv", "trace.json", "a_results.db"])
+NAMES = ["a_kernel_stats.csv", "a_kernel_trace.csv", "trace.json", "a_results.db"]
+
+
+@pytest.mark.parametrize("cut", [1, 70])
+@pytest.mark.parametrize("name", [*NAMES, "trace.json.gz"])
 def test_truncated_file(tmp_path, name, cut):
     path = tmp_path / name
     write_one(path)
-    path.write_bytes(path.read_bytes()[: -cut * (100 if name.endswith("db") else 1)] if cut else b"")
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[: -cut * (100 if name.endswith("db") else 1)])
     with pytest.raises(Unreadable, match=f"{name} is damaged.*profile again"):
         read_kernels(path)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "ncu_raw.csv"])
+def test_empty_file(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(Unreadable, match=f"{name} is empty, as where a profiler was ended .*: profile again$"):
+        (readers.read_step_counters if "ncu" in name else read_kernels)(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["1_kernel_trace.csv", "host_7.1700000000.pt.trace.json", "k_results.json"])
+def test_compressed_files(tmp_path, name):
+    """Their windows and calls too, in a folder as by themselves; PyTorch itself writes traces of this name."""
+    kind = "csv" if name.endswith("csv") else "json" if "trace.json" in name else "results.json"
+    write_recording(tmp_path / ("k" if kind == "results.json" else "1"), kind)
+    if kind == "json":
+        os.rename(tmp_path / "1" / "trace.json", tmp_path / name)
+    assert read_kernels(tmp_path)[1:] == (2, 1)
+    for file in filter(Path.is_file, list(tmp_path.iterdir())):
+        (tmp_path / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    for path in tmp_path, tmp_path / f"{name}.gz":
+        table, *counts = read_kernels(path)
+        assert counts == [2, 1] and table.values.tolist() == OF_THE_STEPS
+    os.rename(tmp_path / f"{name}.gz", tmp_path / "mine.json.gz")
+    assert kind != "json" or read_kernels(tmp_path / "mine.json.gz")[1] == 2
+
+
+def test_what_sqlite_cannot_read_compressed(tmp_path):
+    (tmp_path / "a_results.db.gz").write_bytes(gzip.compress(b"SQLite"))
+    with pytest.raises(Unreadable, match=r"a_results.db.gz is compressed, .*: gunzip it$"):
+        read_kernels(tmp_path)
+
+
+@pytest.mark.parametrize("name, shown", [
+    ('say "hi"', 'say "hi"'), ('{"device": "cpu"}(12): run', '{"device": "cpu"}(12): run'), ('"', '"'),
+    (r"torch\cuda", r"torch\cuda"), (r"a \"quoted\" name", 'a "quoted" name'),
+])  # fmt: skip
+@pytest.mark.parametrize("between", [", ", ",\n    "])
+def test_quotes_in_names(tmp_path, name, shown, between):
+    """PyTorch escapes those of operators, and none in the name of a range."""
+    event = ['{"ph": "X", "cat": "kernel", "name": "%s"', '"pid": 0', '"tid": 7', '"ts": %d', '"dur": 5}']
+    event = between.join(event)
+    (tmp_path / "trace.json").write_text(f'{{"traceEvents": [{event % (name, 10)},\n{event % ("b", 20)}]}}')
+    assert sums_of(read_kernels(tmp_path)[0]) == {shown: (1, 5000), "b": (1, 5000)}
+
+
+def test_json_that_is_none_though_it_is_whole(tmp_path):
+    """To profile again would write the same."""
+    (tmp_path / "trace.json").write_text(chrome_trace(("kernel", "k", 1, 2))[:-2] + ",]}")
+    with pytest.raises(
+        Unreadable, match=r"whole, but no JSON \(.*column \d+ .* would change nothing: mend this place$"
+    ):
+        read_kernels(tmp_path)
+
+
+@pytest.mark.parametrize("name, told", [
+    ("results.stats.csv", "is of rocprof v1: record with rocprofv3"), ("a.pftrace", "is for Perfetto alone: record wi"),
+    ("MI300X_A1/pmc_perf.csv", "is of rocprof-compute: rocprof-compute analyze"),
+])  # fmt: skip
+def test_a_folder_with_files_of_others_names_one(tmp_path, name, told):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("something")
+    with pytest.raises(Unreadable, match=f"holds no kernels .*trace.json; {path} {told}"):
+        read_kernels(tmp_path)
 
 
 def test_a_table_without_kernels_is_empty(tmp_path):
@@ -583,6 +691,25 @@ def test_a_kernel_whose_times_cannot_be_is_left_out(tmp_path, capsys, kind, star
     assert sums_of(read_kernels(tmp_path)[0]) == {"a": (2, 20)}
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and ": 1 of 3 rows have figures that cannot be" in err
+
+
+def test_counters_that_are_no_numbers(tmp_path, capsys):
+    """As a mean of nothing; where there are no others, nothing was counted, and the file is not damaged."""
+    path = tmp_path / "a_counter_collection.csv"
+    records.write_counters(path, RUN.dispatches[:1], ["MfmaUtil"])
+    path.write_text(path.read_text().replace(",60.0,", ",nan,"))
+    assert readers.read_step_counters(tmp_path)[0].empty
+    told = f"note: {path}: 1 of 1 rows have figures that cannot be, the first of a, MfmaUtil: Start 100, End 900, Value"
+    assert capsys.readouterr().err == f"{told} nan: left out\n"
+
+
+def test_counters_without_times(tmp_path):
+    """As ROCm 6.2 wrote them."""
+    path = tmp_path / "a_counter_collection.csv"
+    records.write_counters(path, RUN.dispatches, ["SQ_WAVES"])
+    pd.read_csv(path).drop(columns=["Start_Timestamp", "End_Timestamp"]).to_csv(path, index=False)
+    with pytest.raises(Unreadable, match="since ROCm 6.3, whose counters have times: record with ROCm 6.4 or newer$"):
+        readers.read_step_counters(tmp_path)
 
 
 def test_figures_of_a_profiler_that_cannot_be(tmp_path, capsys):
