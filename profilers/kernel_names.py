@@ -33,7 +33,7 @@ OPERATIONS = {
     r"^nccl.*AllGather": "all-gather",
     r"^nccl|all_reduce|cross_device_reduce": "collective",
     # code that torch.compile generates; its names list the operators, those around a product or attention too
-    r"^triton_(poi|per|red|for)_": "fused by torch.compile",
+    r"^triton_(poi|per|red|for)_|cpp_fused_": "fused by torch.compile",
     # fused attention: flash, cuDNN, memory-efficient, AOTriton, CK, paged
     r"(flash|[Ff]mha|sdpa|attention|attn|_efficient_).*([Bb]wd|backward|bprop)|^bwd_(kernel|pre)": (
         "attention backward"

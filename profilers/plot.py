@@ -24,6 +24,7 @@ from profilers.kernel_names import COLLECTIVES, COLORS, OTHER, operation_of
 from profilers.readers import read_processes, within
 from profilers.readers.files import reported
 from profilers.timeline import typical_step
+from tiny_llama.spans import OPERATOR
 
 TOP = 12
 PHASES = ["forward", "backward", "optimizer"]
@@ -35,7 +36,7 @@ style = plt.rc_context({
 
 def kind_of(names):
     """Return what the rows of a table with these names are: of a CPU's recording, PyTorch's operators."""
-    return "operators" if names.str.startswith("aten::").all() else "kernels"
+    return "operators" if names.str.match(OPERATOR).all() else "kernels"
 
 
 @style

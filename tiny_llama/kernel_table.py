@@ -4,9 +4,12 @@ This module imports no Triton, as a program that is profiled may choose Triton's
 """
 
 import csv
+import re
 import statistics
 
 from torch.autograd import DeviceType
+
+from tiny_llama.spans import OPERATOR
 
 
 def is_work(event):
@@ -19,8 +22,7 @@ def kernel_table(events, on_gpu):
     durations = {}  # {kernel: ns of each call}
     for event in events:
         us = event.device_time_total if on_gpu else event.self_cpu_time_total
-        # A CPU has no kernels, but PyTorch's operators.
-        if is_work(event) if on_gpu else event.name.startswith("aten::") and us > 0:
+        if is_work(event) if on_gpu else re.match(OPERATOR, event.name) and us > 0:
             durations.setdefault(event.name, []).append(round(us * 1e3))
     total = sum(map(sum, durations.values()))
     rows = ["Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev".split()]

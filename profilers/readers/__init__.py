@@ -45,6 +45,7 @@ from profilers.readers.files import (
     usable,
     within,
 )
+from tiny_llama.spans import OPERATOR
 
 # As in rocprofv3. Times are in ns, Percentage is the share of all kernels' time (0 to 100), StdDev that of a sample.
 COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs", "MaxNs", "StdDev"]
@@ -142,7 +143,7 @@ def read_kernels(path):
     steps = sum(process.steps for process in processes)
     # A profiler's own table knows neither steps nor stamps that cannot be. But of a CPU, torch.profiler's has the time
     # of each operator without those inside it.
-    are_operators = all(process.dispatches["Name"].str.startswith("aten::").all() for process in processes)
+    are_operators = all(process.dispatches["Name"].str.match(OPERATOR).all() for process in processes)
     is_whole = path.is_dir() and all(process.measured is process.dispatches for process in processes)
     tables = read_all(path, "statistics") if not processes or is_whole and are_operators else []
     if tables:

@@ -1,8 +1,11 @@
 """Reads the trace of torch.profiler, which tiny_llama_v3.py --profile writes: Chrome's JSON, times in us."""
 
+import re
+
 import pandas as pd
 
-from profilers.readers.files import OtherFormat, read_json, usable
+from profilers.readers.files import OtherFormat, note, read_json, usable
+from tiny_llama.spans import OPERATOR
 
 CATEGORIES = {
     "dispatches": ("kernel", "gpu_memcpy", "gpu_memset"),
@@ -25,9 +28,18 @@ def read(path, content):
     events = [event for event in events if event.get("ph") == "X"]
     chosen = [event for event in events if event.get("cat") in CATEGORIES[content]]
     if content == "dispatches" and not chosen:
-        return outermost(usable(path, spans([event for event in events if event["name"].startswith("aten::")])))
+        note_what_is_missing(path, events)
+        return outermost(usable(path, spans([event for event in events if re.match(OPERATOR, event["name"])])))
     # The "process" of a kernel is its GPU, and its "thread" is the stream.
     return spans(chosen) if content == "dispatches" else spans(chosen).rename(columns={"Agent": "Pid"})
+
+
+def note_what_is_missing(path, events):
+    """Note it if code that torch.compile generated for a CPU, whose loops have events on demand only, has none."""
+    names = [event["name"] for event in events]
+    if any("CompiledFxGraph" in name for name in names) and not any("cpp_fused_" in name for name in names):
+        remedy = "record with TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1"
+        note(f"{path}: the time of what torch.compile generated is missing, as it has no events: {remedy}")
 
 
 def spans(events):

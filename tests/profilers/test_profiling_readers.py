@@ -432,6 +432,18 @@ def test_operators_of_two_threads_count_both(tmp_path):
     assert set(read_kernels(tmp_path)[0]["Name"]) == {"aten::linear", "aten::mm", "aten::add"}
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_what_torch_compile_generates_for_a_cpu(tmp_path, capsys, named):
+    """Its loops in C++ have events if Inductor was told so; else their time is missing, which is said."""
+    rows = [("## Call CompiledFxGraph f1 ##", 0, 100), ("aten::mm", 10, 20), ("graph_0_cpp_fused_add_mm_1", 40, 30)]
+    events = [("cpu_op", *row) for row in (rows if named else rows[:2])]
+    (tmp_path / "trace.json").write_text(chrome_trace(*events))
+    expected = {"aten::mm": (1, 20_000)} | ({"graph_0_cpp_fused_add_mm_1": (1, 30_000)} if named else {})
+    assert sums_of(read_kernels(tmp_path)[0]) == expected
+    told = "what torch.compile generated is missing, as it has no events: record with TORCHINDUCTOR_CPP_ENABLE_KERNEL"
+    assert (told in capsys.readouterr().err) != named
+
+
 @pytest.mark.parametrize("second", [(10, 50), (10, 150)])
 def test_the_window_of_steps_that_overlap_ends_with_the_last(tmp_path, second):
     """Also where the second lies within the first."""
@@ -836,6 +848,7 @@ OPERATIONS = {  # name of a kernel: operation
     "bmm_Bfloat16_E4m3_128x16": "matrix product", "triton_tem_fused_addmm_relu_3": "fused by torch.compile",
     "triton_poi_fused__scaled_dot_product_flash_attention_cat_view_2": "fused by torch.compile",
     "triton_red_fused_add_native_layer_norm_backward_7": "fused by torch.compile",
+    "graph_0_cpp_fused__scaled_dot_product_flash_attention_2": "fused by torch.compile",
     "triton_tem_fused_flex_attention_1": "attention", "triton_tem_fused_flex_attention_backward_2": "attention back"
     "ward",
     "void ck_tile::kentry<2, ck_tile::FmhaFwdKernel<ck_tile::BlockFmhaPipelineQRKSVS<x>>>(y)": "attention",

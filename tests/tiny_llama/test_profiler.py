@@ -153,15 +153,16 @@ def test_a_captured_step_keeps_its_outer_ranges(run, markers, monkeypatch, timin
 
 
 def test_the_kernel_table_by_hand():
-    """Of a CPU's operators; what took no time, and what is no operator, is not in it."""
-    times = dict(aten__mm=(3, 1), aten__add=(2.5,), aten__view=(0,), step=(9,))
+    """Of a CPU's operators and Inductor's code; what took no time, and what is neither, is not in it."""
+    times = dict(aten__mm=(3, 1), aten__add=(2.5,), aten__view=(0,), step=(9,), graph_0_cpp_fused_add_1=(1.5,))
     events = [(name.replace("__", "::"), us) for name, calls in times.items() for us in calls]
     events = [SimpleNamespace(name=name, self_cpu_time_total=us) for name, us in events]
     table = kernel_table(events, on_gpu=False)
     assert table == [
         ["Name", *COLUMNS],
-        ["aten::mm", 2, 4000, 2000, 61.538462, 1000, 3000, 1414.213562],
-        ["aten::add", 1, 2500, 2500, 38.461538, 2500, 2500, 0],
+        ["aten::mm", 2, 4000, 2000, 50, 1000, 3000, 1414.213562],
+        ["aten::add", 1, 2500, 2500, 31.25, 2500, 2500, 0],
+        ["graph_0_cpp_fused_add_1", 1, 1500, 1500, 18.75, 1500, 1500, 0],
     ]
 
 
