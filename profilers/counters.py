@@ -20,9 +20,12 @@ if not __package__:
 from measure.command_line import NothingRecorded, program
 from profilers.hotspots import report_parser
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import read_step_counters, read_step_stats
+from profilers.readers import others_in, read_step_counters, read_step_stats
+from profilers.readers.files import note
 
 KIB = 1024  # the unit of FETCH_SIZE and WRITE_SIZE
+LOW_PRECISION = [f"SQ_INSTS_VALU_MFMA_MOPS_{kind}" for kind in ("F8", "XF32", "F6F4")]  # which MfmaFlops lacks
+MOPS = 512  # the FLOP that these count as one
 
 
 def first_of(counters, *names):
@@ -30,13 +33,25 @@ def first_of(counters, *names):
     return next((counters[name] for name in names if name in counters), pd.Series(float("nan"), counters.index))
 
 
+def flop_of(counters):
+    """Return the FLOP of the matrix units, NaN where none was counted though they were busy, which a note tells."""
+    counted = [counters[name] for name in LOW_PRECISION if name in counters]
+    flop = first_of(counters, "MfmaFlops") + MOPS * sum(each.fillna(0) for each in counted)
+    missing = flop.eq(0) & first_of(counters, "MfmaUtil").gt(0)
+    if missing.any():
+        names = ", ".join(short_name(name) for name in counters.index[missing])
+        remedy = f"count those of {' '.join(LOW_PRECISION)} too that the GPU has"
+        note(f"MfmaFlops has no FP8, XF32, FP6 or FP4, so the FLOP of {names} are not known: {remedy}")
+    return flop.mask(missing)
+
+
 def derive(counters, stats=None):
     """Derives comparable figures from the counters of either vendor: a DataFrame with a row for each kernel.
 
     stats: a table of readers.COLUMNS with the times; those of ncu are counters. The columns of a run are ns, bytes (to
     and from the device's memory), GB/s, occupancy (waves or warps in flight, % of the maximum), waves a CU, L2 hits
-    (%), compute and memory (% of their peaks), matrix (% of the time that the matrix units are busy) and flop (of the
-    matrix units). A figure that was not counted is NaN.
+    (%), compute and memory (% of their peaks), matrix (% of the time that the matrix units are busy) and flop (see
+    flop_of). A figure that was not counted is NaN.
     """
     times = stats.set_index("Name")["AverageNs"].reindex(counters.index) if stats is not None else None
     ns = first_of(counters, "gpu__time_duration.sum") if times is None or times.isna().all() else times
@@ -57,7 +72,7 @@ def derive(counters, stats=None):
             "compute": first_of(counters, "sm__throughput.avg.pct_of_peak_sustained_elapsed", "VALUBusy"),
             "memory": first_of(counters, "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed"),
             "matrix": first_of(counters, "MfmaUtil"),
-            "flop": first_of(counters, "MfmaFlops"),
+            "flop": flop_of(counters),
         }
     )
 
@@ -68,7 +83,7 @@ def main(argv):
     counters, is_of_steps = read_step_counters(options.profile)
     if counters.empty:
         names = "*counter_collection.csv, *.db, *ncu_raw.csv"
-        raise NothingRecorded(f"{options.profile} holds no counters, in one of {names}: its log.txt may say why")
+        raise NothingRecorded(f"{options.profile} holds no counters, in one of {names}{others_in(options.profile)}")
     scope = "mean of the measured steps" if is_of_steps else "mean of the whole run, warm-up included"
     # Counting slows kernels down, so that their times are those of the run without; ncu counts the time itself.
     stats = None

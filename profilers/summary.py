@@ -51,6 +51,12 @@ def counted(title, table, run):
     return f"{title}:\n\n{markdown(table)}"
 
 
+def unknown_flop(kernels):
+    """Name the kernels that used matrix units in a precision whose FLOP were not counted."""
+    names = ", ".join(f"`{name}`" for name in kernels)
+    return f"\nNot in the table, as MfmaFlops has no FP8, XF32, FP6 or FP4: {names}.\n" if names else ""
+
+
 def launch_section(figures, remedy="`--graph`"):
     """figures: of step_figures; remedy: what replays a step."""
     if figures is None:
@@ -89,6 +95,7 @@ def summary(path, tool, program=None):
     derived = derive(counters, table).sort_values("ns", ascending=False)
     derived["kernel"] = [short_name(name, 50) for name in derived.index]
     in_training = rates(derived, ceilings)
+    unknown = derived["kernel"][derived["flop"].isna() & derived["matrix"].gt(0)] if derived["flop"].any() else []
     used = derived[list(UTILISATION)].dropna(axis="columns", how="all").rename(columns=UTILISATION)
     run, launches, whose, note = "the training run", launch_section(figures), "", ""
     if program:
@@ -149,7 +156,7 @@ Each Triton kernel{whose} alone:
 {markdown(alone.filter(ROOFLINE))}
 
 {counted(f"Counted in {run}, matrix units alone", in_training[ROOFLINE].dropna(), run)}
-"""
+{unknown_flop(unknown)}"""
 
 
 @program("summary")

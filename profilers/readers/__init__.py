@@ -53,11 +53,11 @@ COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs
 # A folder may have several formats: the first one with the requested content is read.
 FORMATS = (ncu, rocprofv3, rocpd, rocprofv3_json, torch_trace)
 NAMED_BY_A_PERSON = {"*trace.json": "*.json", "*kernel_stats.csv": "*.csv"}  # a single file may have such a name
-OTHERS = {  # files without kernels that are read, and the remedy
+OTHERS = {  # files that are not read, and the remedy
     "*.stats.csv": "is of rocprof v1: record with rocprofv3",
     "*.pftrace": "is for Perfetto alone: record with --output-format csv",
     "*.proto": "is for Perfetto alone: record with --output-format csv",
-    "pmc_perf*.csv": "is of rocprof-compute: rocprof-compute analyze -p FOLDER",
+    "*pmc_perf*.csv": "is of rocprof-compute: rocprof-compute analyze -p FOLDER",
 }
 FAILED = r"\.failed/"
 COUNTING_PASS = r"(?:^|/)((?:pmc|pass)_\d+)/"  # runs with counters, which are slower
@@ -157,12 +157,9 @@ def read_kernels(path):
 
 
 def others_in(path):
-    """Return what is in the place of kernels, and the remedy; "" if that is not known."""
-    for file in files_of(path):
-        for pattern, remedy in OTHERS.items():
-            if fnmatch.fnmatchcase(name_of(file), pattern):
-                return f"; {file} {remedy}"
-    return ""
+    """Return what a profile has in the place of what was asked for, and the remedy; "" if that is not known."""
+    named = ((file, remedy) for file in files_of(path) for pattern, remedy in OTHERS.items() if is_named(file, pattern))
+    return next((f"; {file} {remedy}" for file, remedy in named), "")
 
 
 def read_kernel_stats(path):
@@ -231,6 +228,11 @@ def files_of(path):
     return sorted(file for file in path.rglob("*") if not file.is_dir()) if path.is_dir() else [path]
 
 
+def is_named(file, pattern):
+    """Return whether a file has such a name, or had it before gzip."""
+    return fnmatch.fnmatchcase(name_of(file), pattern)
+
+
 def pass_of(file):
     """Return the name of the pass that wrote a file, as pass_1; "" if a run had only one."""
     return "".join(re.findall(COUNTING_PASS, str(file))[-1:])
@@ -244,14 +246,14 @@ def read_all(path, content):
     left_out = re.compile(FAILED if content in ("counters", "counted") else f"{FAILED}|{COUNTING_PASS}")
     files = [file for file in files_of(path) if file == path or not left_out.search(str(file.relative_to(path)))]
     patterns = [pattern for kind in FORMATS for pattern in kind.PATTERNS.values()]
-    has_own_name = any(fnmatch.fnmatchcase(name_of(path), pattern) for pattern in patterns)
+    has_own_name = any(is_named(path, pattern) for pattern in patterns)
     named_by_a_person = {} if has_own_name or path.is_dir() else NAMED_BY_A_PERSON
     found = []
     for kind in FORMATS:
         if found or content not in kind.PATTERNS:
             continue
         pattern = named_by_a_person.get(kind.PATTERNS[content], kind.PATTERNS[content])
-        of_kind = [file for file in files if fnmatch.fnmatchcase(name_of(file), pattern)]
+        of_kind = [file for file in files if is_named(file, pattern)]
         if content == "counted":  # each pass runs all kernels again
             of_kind = [file for file in of_kind if pass_of(file) == pass_of(of_kind[0])]
         for file in of_kind:
@@ -327,9 +329,8 @@ def records_only_steps(file, ranges):
 
     The whole run of another program has a range "program" around it.
     """
-    name = name_of(file)
-    is_trace = name.endswith(".json") and not fnmatch.fnmatchcase(name, rocprofv3_json.FILES)
-    return name == "ncu_raw.csv" or is_trace and not (ranges["Name"] == "program").any()
+    is_trace = is_named(file, "*.json") and not is_named(file, rocprofv3_json.FILES)
+    return is_named(file, "ncu_raw.csv") or is_trace and not (ranges["Name"] == "program").any()
 
 
 def in_order(tables):

@@ -23,7 +23,8 @@ LABELS = [*PROCESS, "Agent", *QUEUE]
 LAST = 2**63 - 1  # ns that a clock can count
 LONGEST = 2**53  # ns, 104 days
 OVERLAP = 0.01  # of the kernels' time: so much is not worth a word
-OF_OLD_RELEASES = {  # a column of a file that lacks others: whose it is
+OF_OTHERS = {  # a column of a file that lacks others: whose it is
+    "Dispatch_ID": ", but of rocprof-compute: rocprof-compute analyze -p FOLDER",
     "AverageNs": ", but of rocprof v1: record with rocprofv3",
     "BeginNs": ", but of rocprof v1: record with rocprofv3",
     "Counter_Value": " since ROCm 6.3, whose counters have times: record with ROCm 6.4 or newer",
@@ -98,7 +99,7 @@ def read_csv(path, columns, labels=()):
         raise ValueError("its last line is cut off")
     table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)  # a name may be "nan"
     if missing := columns.keys() - set(table):
-        remedy = next((each for name, each in OF_OLD_RELEASES.items() if name in table), "")
+        remedy = next((each for name, each in OF_OTHERS.items() if name in table), "")
         raise Unreadable(f"{path} has no column {min(missing)}: it is no such file of rocprofv3{remedy}")
     if len(table) and not isinstance(table.index, pd.RangeIndex):  # pandas takes the first field for an index
         raise ValueError("rows have too many fields")

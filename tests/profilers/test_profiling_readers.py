@@ -754,6 +754,11 @@ def test_a_table_without_its_columns(tmp_path):
     (tmp_path / "results.stats.csv").write_text("Name,Calls,TotalDurationNs,AverageNs,Percentage\nk,1,2,2,100\n")
     with pytest.raises(Unreadable, match="no column MaxNs: .* but of rocprof v1: record with rocprofv3"):
         read_kernels(tmp_path / "results.stats.csv")
+    (tmp_path / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name,SQ_WAVES\n0,k,1\n")
+    with pytest.raises(
+        Unreadable, match="no column Calls: .* but of rocprof-compute: rocprof-compute analyze -p FOLDER"
+    ):
+        read_kernels(tmp_path / "pmc_perf.csv")
 
 
 def test_a_trace_of_other_contents(tmp_path):

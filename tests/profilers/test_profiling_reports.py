@@ -87,6 +87,12 @@ def test_reports_of_nothing(module, tmp_path, capsys):
 # --- counters
 
 
+def test_counters_of_another_program_are_named(tmp_path, capsys):
+    (tmp_path / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name,SQ_WAVES\n0,k,1\n")
+    assert counters.main([str(tmp_path)]) == 1
+    assert f"; {tmp_path}/pmc_perf.csv is of rocprof-compute: rocprof-compute analyze" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("marked, scope", [
     (True, "mean of the measured steps"), (False, "mean of the whole run, warm-up included"),
 ])  # fmt: skip
@@ -113,6 +119,19 @@ def test_figures_that_follow_from_counters_by_hand(counted, expected):
     stats = pd.DataFrame({"Name": ["k"], "AverageNs": [512.0]}) if "FETCH_SIZE" in counted else None
     derived = counters.derive(pd.DataFrame(counted, index=["k"]), stats).loc["k"]
     assert derived.dropna().to_dict() == expected
+
+
+@pytest.mark.parametrize("more, flop", [
+    ({}, {"bf16": 7.0, "copy": 0.0}),
+    ({"SQ_INSTS_VALU_MFMA_MOPS_F8": [0, 3, 0], "SQ_INSTS_VALU_MFMA_MOPS_XF32": [math.nan, 2, 0]},
+     {"bf16": 7.0, "fp8": 2560.0, "copy": 0.0}),
+])  # fmt: skip
+def test_matrix_products_that_mfmaflops_does_not_count(capsys, more, flop):
+    """Of FP8 it counts none: such a kernel has no FLOP that are known, unlike one that leaves the units idle."""
+    counted = {"MfmaFlops": [7.0, 0, 0], "MfmaUtil": [5.0, 9.0, 0]} | more
+    derived = counters.derive(pd.DataFrame(counted, index=["bf16", "fp8", "copy"]))
+    assert derived["flop"].dropna().to_dict() == flop
+    assert ("so the FLOP of fp8 are not known: count those of SQ_" in capsys.readouterr().err) == (not more)
 
 
 def test_counters_are_printed_in_their_units(monkeypatch, capsys):
@@ -254,6 +273,19 @@ def test_summary_is_computed_from_the_recordings(session):
     assert "| flash_attention_kernel | 0.467 | 0.0608 | 7.67 | 0.192 |" in text
     assert "| flash_attention_kernel | 0.00260 |" in text and "| flash_attention_kernel | 75.0 |" in text
     assert "No GPU" not in text and "whole run" not in text and "not counted" not in text.lower()
+
+
+def test_summary_names_what_the_roofline_leaves_out(session):
+    """Of 4 passes, one counts no FLOP of a kernel that another one found in the matrix units."""
+    counted = session / "pass_3" / "k_counter_collection.csv"
+    table = pd.read_csv(counted)
+    table["Counter_Value"] = table["Counter_Value"].where(table["Kernel_Name"] != "rmsnorm_kernel", 0)
+    table.to_csv(counted, index=False)
+    told = "Not in the table, as MfmaFlops has no FP8, XF32, FP6 or FP4: `rmsnorm_kernel`.\n"
+    assert told not in summary.summary(session, "rocprofv3")
+    records.write_counters(session / "pass_4" / "k_counter_collection.csv", RUN.dispatches, ["MfmaUtil"])
+    records.write_markers(session / "pass_4" / "k_marker_api_trace.csv", (7, 0), RUN.ranges)
+    assert told in summary.summary(session, "rocprofv3")
 
 
 def test_summary_says_what_it_lacks(session):
