@@ -4,7 +4,8 @@
 
 The program reads the counter files of rocprofv3 (CSV or rocpd databases, of several passes) and the raw CSV of ncu.
 Values are means over the runs of a kernel in the measured steps if every pass names them, otherwise in the whole run.
-Rates use the times of the run without counters, as counting slows kernels down.
+Rates use the times of the run without counters, as counting slows kernels down; without such a run, those of the first
+pass.
 
 Exit codes: 0 done, 1 nothing was counted, 2 the profile cannot be read.
 """

@@ -2,9 +2,9 @@
 
     python -m profilers.hotspots hotspots/hotspot_20261121_120000
 
-The program reads the folder of any profiling script, or a single file of rocprofv3 or torch.profiler. If the trace
-names the steps (by ranges called "step"), only they count, without compilation, warm-up and what runs between two
-steps. For a folder of several processes the table shows the means over the steps of all.
+The program reads the folder of any profiling script, or a single file of rocprofv3 or torch.profiler, also compressed
+by gzip. If the trace names the steps (by ranges called "step"), only they count, without compilation, warm-up and what
+runs between two steps. For a folder of several processes the table shows the means over the steps of all.
 
 Exit codes: 0 done, 1 no kernels were recorded, 2 the profile cannot be read.
 """
