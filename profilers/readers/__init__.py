@@ -54,6 +54,7 @@ COLUMNS = ["Name", "Calls", "TotalDurationNs", "AverageNs", "Percentage", "MinNs
 FORMATS = (ncu, rocprofv3, rocpd, rocprofv3_json, torch_trace)
 NAMED_BY_A_PERSON = {"*trace.json": "*.json", "*kernel_stats.csv": "*.csv"}  # a single file may have such a name
 OTHERS = {  # files that are not read, and the remedy
+    "results.csv": "is of rocprof v1: record with rocprofv3",
     "*.stats.csv": "is of rocprof v1: record with rocprofv3",
     "*.pftrace": "is for Perfetto alone: record with --output-format csv",
     "*.proto": "is for Perfetto alone: record with --output-format csv",

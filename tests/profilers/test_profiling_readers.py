@@ -659,8 +659,9 @@ def test_json_that_is_none_though_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("name, told", [
-    ("results.stats.csv", "is of rocprof v1: record with rocprofv3"), ("a.pftrace", "is for Perfetto alone: record wi"),
-    ("MI300X_A1/pmc_perf.csv", "is of rocprof-compute: rocprof-compute analyze"),
+    ("results.csv", "is of rocprof v1: record with rocprofv3"), ("r.stats.csv", "is of rocprof v1: record with rocpr"),
+    ("a.pftrace", "is for Perfetto alone: record with --output-format csv"), ("b.proto", "is for Perfetto alone: rec"),
+    ("MI300X_A1/pmc_perf.csv", "is of rocprof-compute: rocprof-compute analyze -p FOLDER"),
 ])  # fmt: skip
 def test_a_folder_with_files_of_others_names_one(tmp_path, name, told):
     path = tmp_path / name
