@@ -40,6 +40,7 @@ from profilers.readers.files import (
     intervals,
     name_of,
     note,
+    note_slowed,
     one_at_a_time,
     reported,
     usable,
@@ -97,7 +98,7 @@ def read_counted(path):
     """Return read_all() of kernels that ran while counters were read, and note it."""
     tables = read_all(path, "counted")
     if tables:
-        note(f"{tables[0][0]}: times are those of kernels while they were counted, which slows them")
+        note_slowed(tables[0][0])
     return tables
 
 

@@ -72,6 +72,10 @@ def read_text(path):
     return data.decode("utf-8-sig", errors="replace")  # the profilers write the bytes of a name as they are
 
 
+def note_slowed(path):
+    note(f"{path}: times are those of kernels while they were counted, which slows them")
+
+
 @functools.lru_cache(maxsize=1)  # parsing may take seconds
 def read_json(path):
     """Return the contents of a file of JSON, in which C++ may have written nan, inf, and tabs or quotes in names."""

@@ -9,7 +9,7 @@ import sqlite3
 
 import pandas as pd
 
-from profilers.readers.files import OtherFormat, Unreadable, name_of
+from profilers.readers.files import OtherFormat, Unreadable, name_of, note_slowed
 
 # The name of a range that the program opened is roctx's function, roctxThreadRangeA; its data have the program's name.
 RANGES = """SELECT CASE WHEN json_valid(extdata) THEN ifnull(json_extract(extdata, '$.message'), name) ELSE name END
@@ -40,8 +40,11 @@ def read(path, content):
     views = set(query(path, "SELECT name FROM sqlite_master")["name"])
     if views and "kernels" not in views:
         raise OtherFormat(f"{path} is no database of rocprofv3, but perhaps of rocprof v1: record with rocprofv3")
-    is_of_4 = content == "counters" and "kernel_pmc_events" in views
-    return query(path, with_labels(path, COUNTERS_OF_4 if is_of_4 else QUERIES[content]))
+    is_of_4 = "kernel_pmc_events" in views
+    counted = "kernel_pmc_events" if is_of_4 else "counters_collection"
+    if content == "dispatches" and counted in views and len(query(path, f"SELECT 1 FROM {counted} LIMIT 1")):
+        note_slowed(path)
+    return query(path, with_labels(path, COUNTERS_OF_4 if is_of_4 and content == "counters" else QUERIES[content]))
 
 
 def with_labels(path, sql):

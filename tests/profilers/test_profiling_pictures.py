@@ -42,6 +42,16 @@ def bars_of(axes):
     return [(row, round(left, 6), round(width, 6)) for row, left, width in sorted(bars, key=lambda bar: bar[1:])]
 
 
+@pytest.mark.parametrize("name", ["trace.json", "host_7.1700000000.pt.trace.json"])
+def test_a_trace_is_drawn_by_the_name_that_pytorch_gives_it(tmp_path, capsys, name):
+    """Other JSON is that of the kernels alone."""
+    event = {"ph": "X", "cat": "kernel", "name": GEMM, "pid": 0, "tid": 7, "ts": 5, "dur": 3}
+    (tmp_path / name).write_text(json.dumps({"traceEvents": [event]}))
+    assert plot.main([str(tmp_path / name)]) == 0 and (tmp_path / "kernels.png").exists()
+    (tmp_path / name).rename(tmp_path / "profile.json")
+    assert plot.main([str(tmp_path / "profile.json")]) == 2
+
+
 def test_bars_of_the_kernels_that_take_the_most_time():
     """Two calls of 3 ms in two steps, and one of 2 ms: 75 and 25 %."""
     kernels = [(GEMM, 0, 3e6), (NORM, 0, 2e6), (GEMM, 0, 3e6)]

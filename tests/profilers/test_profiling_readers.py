@@ -522,6 +522,13 @@ def test_passes_by_themselves(tmp_path, capsys, kind, folder):
     assert told.count("\n") == 1 and "times are those of kernels while they were counted, which slows them" in told
 
 
+@pytest.mark.parametrize("names", [[], ["SQ_WAVES"]])
+def test_a_database_tells_whether_its_kernels_were_counted(tmp_path, capsys, names):
+    records.write_rocpd(tmp_path / "c_results.db", RUN, names)
+    assert sums_of(read_kernels(tmp_path)[0]) == {"a": (3, 100), "b": (1, 99)}
+    assert ("while they were counted" in capsys.readouterr().err) == bool(names)
+
+
 def test_kernels_that_the_passes_do_not_share(tmp_path, capsys):
     """They are told, with how often the first of them ran; those that all passes ran alike are not."""
     for number, (names, part) in enumerate(((["SQ_WAVES"], [0, 2]), (["FETCH_SIZE", "WRITE_SIZE"], [0, 3, 4])), 1):
