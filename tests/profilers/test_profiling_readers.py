@@ -499,10 +499,7 @@ def test_ncu(tmp_path):
         readers.read_step_counters(tmp_path)
 
 
-PASS_KINDS = ("csv", "db")
-
-
-@pytest.mark.parametrize("kind", PASS_KINDS)
+@pytest.mark.parametrize("kind", ["csv", "db"])
 @pytest.mark.parametrize("folder", ["pmc_{}", "pass_{}", "pass_{}/node01"])
 def test_passes_by_themselves(tmp_path, capsys, kind, folder):
     """As rocprofv3 writes them for several --pmc, or for a file: the times are those of the first pass, and noted."""
