@@ -37,8 +37,7 @@ if [[ -z $DRY_RUN ]]; then
         PYTHON=$ROOT/.venv/bin/python
     fi
 fi
-ask_rocm() { "$PYTHON" -c "from profilers import rocm; print(rocm.$1())" 2>/dev/null || true; }
-TORCH_BUILD=$(ask_rocm torch_build)
+TORCH_BUILD=$("$PYTHON" -c 'from profilers import rocm; print(rocm.torch_build())' 2>/dev/null || true)
 [[ -n $DRY_RUN || $TORCH_BUILD == rocm* ]] ||
     die "the PyTorch of $PYTHON is built for ${TORCH_BUILD:-nothing, it is missing} (docs/rocm.md, Install)"
 NAME=first_run_$(uname -n | tr -c '[:alnum:].\n-' _)_$(date +%Y%m%d_%H%M%S)
@@ -117,15 +116,6 @@ part check_bf16 120 "${CHECK[@]}" --use-amp
 part stages 300 "$PYTHON" -m exercises.performance_debugging.replay --beyond --no-profile --num-steps 10 \
     --output "$RESULT/stages" -- "${ARGUMENTS[@]}"
 part kernels 300 "$PYTHON" -m benchmarks.kernels --output-dir "$RESULT"
-# Attention with what Triton's compiler for AMD can do differently, and without.
-settings=(TRITON_HIP_USE_BLOCK_PINGPONG)
-[[ $(ask_rocm architectures) != *gfx950* ]] || settings+=(TRITON_HIP_USE_ASYNC_COPY)
-for setting in "${settings[@]}"; do
-    for on in 0 1; do
-        name=$(tr '[:upper:]' '[:lower:]' <<<"${setting#TRITON_HIP_USE_}_$on")
-        part "$name" 120 env "$setting=$on" "$PYTHON" -m benchmarks.kernels --only attention --output-dir "$RESULT/$name"
-    done
-done
 part steps 300 "$PYTHON" -m benchmarks.steps --sizes small medium --windows 3 --time-limit 200 --output-dir "$RESULT" \
     --rows triton "sdpa compile" "triton graph" "torch graph" "sdpa compile graph"
 recording trace 120 rocprofv3
