@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv and installs requirements.txt. A .venv that imports torch is kept, whoever made it, and so is a torch that
-# PYTHON imports. Without one, a machine with an AMD GPU gets torch for its release of ROCm, another one torch from pip's
-# own index; but not in place of a torch outside of .venv that has gone, such as that of a module that is not loaded. A
-# .venv that cannot be used is renamed, never deleted.
+# PYTHON imports. Without one, a machine with an AMD GPU, or with ROCm and no NVIDIA GPU, gets torch for its release of
+# ROCm, another one torch from pip's own index; but not in place of a torch outside of .venv that has gone, such as that
+# of a module that is not loaded. A .venv that cannot be used is renamed, never deleted.
 # Usage: [PYTHON=python3] [TORCH_INDEX=https://download.pytorch.org/whl/cpu] site/setup_env.sh
 # Exit codes: 0 .venv is ready, 2 the request cannot be met, another one is pip's.
 set -euo pipefail
@@ -41,20 +41,22 @@ has_nvidia() {
 
 # Sets TORCH_INDEX, and the array wanted: what to install from it.
 choose_wheels() {
-    local release known index=6.3 devices=''
+    local release known index=6.4 devices=''
     wanted=("$(requirement torch)")
-    if [[ -z ${TORCH_INDEX:-} && -e $KFD_DEVICE ]]; then
-        release=$("$parent" -c 'from profilers.rocm import release_here; print(release_here())')
+    release=$("$parent" -c 'from profilers.rocm import release_here; print(release_here())')
+    if [[ -n ${TORCH_INDEX:-} ]]; then
+        : # given
+    elif [[ -e $KFD_DEVICE ]] || { [[ -n $release ]] && ! has_nvidia; }; then # a login node has ROCm, and no GPU
         # PyTorch's own: the newest that is not newer than this ROCm, so that its driver and its profilers fit.
-        for known in 6.4 7.0 7.1 7.2 7.14; do
+        for known in 7.0 7.1 7.2 7.14; do
             (($(number "$known") > $(number "${release:-7.2}"))) || index=$known
         done
         TORCH_INDEX=https://download.pytorch.org/whl/rocm$index
         if (($(number "${release:-7.2}") >= 1000)); then # only AMD has these
             TORCH_INDEX=https://stable.repo.amd.com/rocm/whl-next/ wanted+=("rocm==$release.*")
         fi
-        echo "This machine has ${release:+ROCm $release and }an AMD GPU: torch comes from $TORCH_INDEX"
-    elif [[ -z ${TORCH_INDEX:-} && $(uname) == Linux ]] && ! has_nvidia; then # or a login node of a cluster
+        echo "This machine has ${release:+ROCm }${release:-an AMD GPU}: torch comes from $TORCH_INDEX"
+    elif [[ $(uname) == Linux ]] && ! has_nvidia; then # or a login node of a cluster
         echo "There is no GPU of NVIDIA, and torch brings some 3 GB of CUDA libraries. To do without them, press Ctrl-C"
         echo "and give the target TORCH_INDEX=https://download.pytorch.org/whl/cpu"
         [[ ! -e $WSL_DEVICE ]] || echo "or, for an AMD GPU under WSL, ROCm's index (docs/rocm.md, Install)"

@@ -357,10 +357,14 @@ PYTORCH, AMD = "https://download.pytorch.org/whl/rocm", "https://stable.repo.amd
 
 @pytest.mark.parametrize(
     "installed, targets, devices, index, others",
-    [  # folder=release of each ROCm; what the driver calls the architectures, 0 for a CPU
+    [  # folder=release of each ROCm; what the driver calls the architectures, 0 for a CPU; None: there is no driver
         ("", None, "device-all", "", ""),
+        ("module=6.4.1", None, "device-all", PYTORCH + "6.4", ""),
+        ("rocm-7.2.1=7.2.1", None, "device-all", PYTORCH + "7.2", ""),
+        ("module=10.0.0", None, "device-all", AMD, " rocm==10.0.*"),
+        ("rocm=7.2.1 nvidia=", None, "device-all", "", ""),
         ("", "0 90402", "device-gfx942", PYTORCH + "7.2", ""),
-        ("rocm=6.2.4-125", "0 90402", "device-gfx942", PYTORCH + "6.3", ""),
+        ("rocm=6.2.4-125", "0 90402", "device-gfx942", PYTORCH + "6.4", ""),
         ("rocm-6.4.3=6.4.3-1 rocm-7.1.0=7.1.0", "0 90010", "device-gfx90a", PYTORCH + "7.1", ""),
         ("rocm/core=7.13.0", "0 90402", "device-gfx942", PYTORCH + "7.2", ""),
         ("rocm/core=7.14.1", "0 90500", "device-gfx950", PYTORCH + "7.14", ""),
@@ -372,6 +376,8 @@ PYTORCH, AMD = "https://download.pytorch.org/whl/rocm", "https://stable.repo.amd
 )
 def test_torch_is_the_one_for_the_release_of_rocm(project, tmp_path, asked, installed, targets, devices, index, others):
     files = {tmp_path / folder / ".info/version": release for folder, release in re.findall(r"(\S+)=(\S+)", installed)}
+    if "nvidia" in installed:
+        files[tmp_path / "nvidia"] = ""
     for node, target in enumerate((targets or "").split()):
         files[tmp_path / f"topology/nodes/{node}/properties"] = f"simd_count 8\ngfx_target_version {target}\n"
     if targets is not None:
@@ -408,7 +414,7 @@ def test_what_is_downloaded_without_a_gpu_is_said_first(project, tmp_path, asked
 
 
 def test_wsl_has_a_gpu_of_nvidia_if_it_has_nvidia_smi(project, tmp_path, asked):
-    """One device file stands for GPUs of all makes there; ROCm's torch has to be asked for."""
+    """One device file stands for GPUs of all makes there; without ROCm its torch has to be asked for."""
 
     def said(torch_index=""):
         return project.make(".venv/run.stamp", python=asked, torch_index=torch_index).stdout
