@@ -18,7 +18,7 @@ if not __package__:
     sys.exit(2)
 
 from measure.command_line import UsageError, exit_code_of, positive, program
-from profilers.recording import ROOT, Recording, module_command, parse, parser_of, suggestion, this_process
+from profilers.recording import ROOT, Recording, module_command, own_fault, parse, parser_of, suggestion, this_process
 from profilers.rocm import ROCPD, architectures, core_of, python, rocm_path, root_of
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
@@ -97,7 +97,8 @@ def passes_here(*more):
 
 
 def count_by_rocprofv3(recording, passes):
-    """Run the program for each pass, with the ranges that mark its steps."""
+    """Run the program for each pass, with the ranges that mark its steps. Return whether anything was counted."""
+    counted = recording.dry
     for number, names in enumerate(map(str.split, passes), 1):
         folder = recording.result / f"pass_{number}"
         options = ["--pmc", *names, *TRACED, "--output-format", "csv"]
@@ -110,6 +111,8 @@ def count_by_rocprofv3(recording, passes):
             text = "".join(path.read_text(errors="replace") for path in folder.rglob("*_counter_collection.csv"))
             if dropped := [name for name in names if f'"{name.partition(":")[0]}"' not in text]:
                 recording.miss(f"{' '.join(dropped)}: {recording.explain(0)}")
+            counted = counted or dropped != names
+    return counted
 
 
 def count_by_ncu(recording, metrics):
@@ -147,8 +150,7 @@ def get_counters(recording):
         kind, file = ("rocpd", "*_results.db") if has_database else ("csv", "*_kernel_trace.csv")
         recording.run_or_fail(recording.rocprofv3("kernels", *TRACED, "--output-format", kind))
         recording.require(file)
-        if counts:
-            count_by_rocprofv3(recording, passes or passes_here())
+        counts = counts and count_by_rocprofv3(recording, passes or passes_here())
     else:
         recording.profile_by_torch()
         if recording.tool == "ncu":
@@ -156,11 +158,12 @@ def get_counters(recording):
         elif counts:
             recording.note(NO_COUNTERS)
             counts = False
-    recording.report_kernels("--csv", result)
+    failed = recording.report_kernels("--csv", result)
     if counts:
-        recording.attempt("the table of the counters", module_command("counters", result))
+        recording.report("the table of the counters", "counters", result)
     table = "kernels_of_the_steps.csv, or kernels.csv beside it if the recording does not name its steps"
-    recording.finish(f"The table as a file: {result}/{table}", compare_with(recording), *recording.together)
+    lines = [] if failed else [f"The table as a file: {result}/{table}"]
+    recording.finish(*lines, compare_with(recording), *recording.together)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -279,7 +282,8 @@ def analyze_kernels(recording, analyze, sections):
     command = module_command("rocprof_compute_kernels", analyze[-1], "--top", recording.options.kernels)
     listing = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if listing.returncode:
-        recording.miss(f"each kernel by itself ({listing.stdout.strip()})")
+        reason = own_fault("profilers.rocprof_compute_kernels", listing.returncode, listing.stdout)
+        recording.miss(f"each kernel by itself ({reason}); try again: {shlex.join(command)}")
         return
     for line in listing.stdout.splitlines():
         number, _, title = line.partition("\t")
@@ -307,9 +311,8 @@ def get_rocprof_sys(recording):
         advice = "Open trace.json in https://ui.perfetto.dev"
     status = recording.attempt("the timeline", command)
     # It has no Python functions; a second run records these, whatever became of the first.
-    failed = recording.attempt(
-        "the time of each Python function", module_command("host_profile", profile, *recording.program[1:])
-    )
+    command, who = module_command("host_profile", profile, *recording.program[1:]), f"{recording.name} in cProfile"
+    failed = recording.attempt("the time of each Python function", command, who)
     if status and failed:
         recording.fail(status, recording.missing[0])
     if not status:
@@ -350,14 +353,15 @@ def run_rocprof_triton(recording):
     recording.note(f"--- 1. Basic: the timeline of {run}, then each kernel alone")
     recording.record_timeline("basic")
     alone = str(result / "kernels_alone.json")
-    recording.run_or_fail([python(), str(ROOT / "run_triton_profiling.py"), "--json", alone])
+    by_itself = "run_triton_profiling.py"
+    recording.run_or_fail([python(), str(ROOT / by_itself), "--json", alone], who=by_itself)
     if recording.rocm:
         recording.note("--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters")
         count_by_rocprofv3(recording, passes_here("MfmaFlops"))
     else:
         recording.note(f"--- 2. to 4. {NO_COUNTERS}")
-    recording.attempt("the pictures", module_command("plot", result, alone))
-    recording.attempt("the summary", module_command("summary", result, "--tool", recording.tool, *recording.named))
+    recording.report("the pictures", "plot", result, alone)
+    recording.report("the summary", "summary", result, "--tool", recording.tool, *recording.named)
     summary = result / "triton_analysis_summary.md"
     # A link to the newest; a file of that name is kept.
     newest = result.parent / summary.name
@@ -365,7 +369,7 @@ def run_rocprof_triton(recording):
         newest.unlink(missing_ok=True)
         newest.symlink_to(summary.relative_to(result.parent))
         summary = newest
-    recording.finish(f"The summary: {summary}")
+    recording.finish(*[f"The summary: {summary}"] * summary.exists())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -148,6 +148,14 @@ def suggestion(text, name, *arguments):
     return f"{text}: {shlex.join(module_command(name, *arguments))}"
 
 
+def own_fault(who, status, output):
+    """Return why a program failed that no profiler runs: its last error, if its output has one."""
+    (*_, error) = "", *re.findall(r"^(?:[\w.]+: error: .*|[\w.]*(?:Error|Exception)\b.*)", output, re.MULTILINE)
+    lacking = re.search("No module named '(\\w+)", error)
+    remedy = f"; install it: {rocm.python()} -m pip install {lacking[1]}" if lacking else ""
+    return f"{who} ended with status {status}{': ' * bool(error)}{error}{remedy}"
+
+
 def ncu_obstacle(build):
     """Return why ncu cannot be used, as the rest of a sentence with the remedy, or None."""
     if not shutil.which("ncu"):
@@ -292,7 +300,7 @@ class Recording:
         log, self.log = self.log, None
         self.note("\n".join(["", f"Results: {self.result}", *lines]))
         if self.missing:
-            raise NothingRecorded(f"the result lacks a part: {';'.join(self.missing)}; the log: {log}")
+            raise NothingRecorded(f"the result lacks a part: {'; '.join(self.missing)}; the log: {log}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # Running
@@ -323,21 +331,27 @@ class Recording:
             self.fail(128 + taken[0], "interrupted")
         return status if status >= 0 else 128 - status
 
-    def run_or_fail(self, command, folder=None):
+    def run_or_fail(self, command, folder=None, who=None):
         if status := self.run(command, folder):
-            self.fail(status, self.explain(status))
+            self.fail(status, self.explain(status, who))
 
-    def attempt(self, part, command):
+    def attempt(self, part, command, who=None):
         """Run a command without which only a part of the result is missing. Return its exit status."""
         if self.left_out and not self.recorded:
             return 0
         if status := self.run(command):
-            self.miss(f"{part} ({self.explain(status)}); try again: {shlex.join(command)}")
+            self.miss(f"{part} ({self.explain(status, who)}); try again: {shlex.join(command)}")
         return status
 
-    def explain(self, status):
-        """Return what the log of the last command says about its failure."""
+    def report(self, part, name, *arguments):
+        """Run a program of profilers/ on what is recorded. Return its exit status."""
+        return self.attempt(part, module_command(name, *arguments), f"profilers.{name}")
+
+    def explain(self, status, who=None):
+        """Return what the log of the last command says about its failure. who: what ran, if not under the profiler."""
         text = self.log.read_bytes()[self.log_end :].decode(errors="replace")
+        if who:
+            return own_fault(who, status, text)
         for pattern, meaning in EXPLANATIONS.items():
             if re.search(pattern, text, re.MULTILINE):
                 return meaning.format(tool=self.tool)
@@ -385,7 +399,7 @@ class Recording:
         self.require("*_kernel_stats.csv")
 
     def report_kernels(self, *arguments):
-        self.attempt("the table of the kernels", module_command("hotspots", self.result, *self.named, *arguments))
+        return self.report("the table of the kernels", "hotspots", self.result, *self.named, *arguments)
 
 
 @contextlib.contextmanager

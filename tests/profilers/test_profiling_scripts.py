@@ -112,7 +112,7 @@ UNKNOWN = "this GPU, or this release, does not know them (rocprofv3 -L lists tho
      "SQ_WAVES"),
     ("gfx942", ["NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", None),
     ("gfx942", ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], f"FETCH_SIZE TCC_HIT_sum TCC_MISS_sum: {TOO_MANY}", None),
-    ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN};MfmaUtil: {UNKNOWN}", "VALUBusy"),
+    ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN}; MfmaUtil: {UNKNOWN}", "VALUBusy"),
     ("gfx942", ["SQ_WAVES", "--", "--", "--kernel-include-regex", "none"], "SQ_WAVES: rocprofv3 or the",
      None),
 ])  # fmt: skip
@@ -134,13 +134,43 @@ def test_a_pass_that_fails_is_left_out(machine):
     assert "Kernels of 3 steps" in run.out and "by hardware counters" not in run.out
 
 
-def test_a_recording_without_its_table_stays(machine):
-    """The report fails where pandas is missing, say."""
-    failing = '#!/bin/sh\ncase $* in *profilers.hotspots*) exit 3;; esac\nexec /usr/bin/env "$@"\n'
-    executable(machine.with_rocm("7.0").bin / "env", failing)
-    run = machine.run("get_trace.sh", "--output", "out")
-    assert run.code == 1 and "the table of the kernels (rocprofv3 or the program ended with status 3); try" in run.err
-    assert machine.results() == ["out"] and one_file(machine, "trace_results.pftrace")
+def failing(machine, name, text):
+    """A Python of which a program of profilers/ ends with status 1 and these last words."""
+    python = Path(machine.env["PYTHON"])
+    works = python.rename(python.with_name("works"))
+    executable(python, f'#!/bin/sh\n[ "$2" != {name} ] || {{ {text}; exit 1; }}\nexec {works} "$@"\n')
+
+
+@pytest.mark.parametrize("script, name, part", [
+    ("get_trace.sh", "hotspots", "the table of the kernels"), ("run_rocprof_triton.sh", "summary", "the summary"),
+    ("get_counters.sh", "counters", "the table of the counters"),
+    ("get_rocprof_compute.sh", "rocprof_compute_kernels", "each kernel by itself"),
+])  # fmt: skip
+@pytest.mark.parametrize("last_words, reason", [
+    ("echo \"ModuleNotFoundError: No module named 'tabulate'\"", "ModuleNotFoundError: No module named 'tabulate'; "
+     "install it: PYTHON -m pip install tabulate"),
+    ("echo Traceback:; echo \"KeyError: 'Name'\"; echo", "KeyError: 'Name'"), ("echo Killed", None),
+])  # fmt: skip
+def test_a_report_that_fails_costs_no_recording_and_blames_no_tool(machine, script, name, part, last_words, reason):
+    failing(machine.with_rocm("7.0"), f"profilers.{name}", last_words)
+    run = machine.run(script, *["--pmc", "SQ_WAVES"] * ("counters" in script), "--output", "out")
+    said = f": {reason}".replace("PYTHON", machine.env["PYTHON"]) if reason else ""
+    assert run.code == 1 and f"{part} (profilers.{name} ended with status 1{said}); try again: env PYTHON" in run.err
+    assert machine.results() == ["out"] and not (machine.work / "out" / "INCOMPLETE").exists()
+    promised = re.findall(r"^The (?:summary|table as a file): ([^,\n]+)", run.out, re.M)
+    assert all(Path(path).exists() for path in promised)
+
+
+def test_kernels_alone_are_no_tool_s(machine):
+    failing(machine.with_rocm("7.0"), "--json", "echo 'run_triton_profiling.py: error: no Triton'")
+    run = machine.run("run_rocprof_triton.sh", "--output", "out")
+    name = "run_triton_profiling.py"
+    assert run.code == 1 and f"sh: error: {name} ended with status 1: {name}: error: no Triton; the log" in run.err
+
+
+def test_nothing_counted_is_no_second_fault(machine):
+    run = machine.with_rocm("7.0").run("get_counters.sh", "--pmc", "NO_SUCH", "--output", "out")
+    assert run.err.endswith(f"a part: NO_SUCH: {UNKNOWN}; the log: {machine.work}/out/log.txt\n")
 
 
 # --- options of the profiler

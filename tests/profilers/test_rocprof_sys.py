@@ -37,7 +37,8 @@ def test_a_second_run_that_fails_costs_no_trace(machine, release):
         machine.with_rocm(release)
     run = run_script(machine, HOST_PROFILE_STATUS="3")
     assert run.code == 1 and machine.results() == ["out"]
-    assert "Missing: the time of each Python function" in run.out and "ended with status 3); try again: env" in run.err
+    reason = "the time of each Python function (tiny_llama_v3.py in cProfile ended with status 3); try again: env"
+    assert f"Missing: {reason}" in run.out and reason in run.err
     assert files(machine, TRACE if release else "trace.json") and "-m pstats" not in run.out
 
 
