@@ -239,6 +239,7 @@ def run_rocprof_compute(recording):
     workloads = recording.result / "workloads"
     described = next(workloads.rglob("sysinfo.csv"), workloads / workload / "GPU_MODEL" / "sysinfo.csv")
     begin = 0 if recording.dry else recording.log.stat().st_size
+    recording.complete()
     analyze = [*recording.launch, "analyze", "-p", str(described.parent)]
     # Whole sections, as single metrics are renumbered between releases; if a person chose, what was counted decides.
     analyze_kernels(recording, analyze, [] if chosen else "-b 2 6.2 16.1 17.1".split())

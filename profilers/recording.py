@@ -166,8 +166,8 @@ def ncu_obstacle(build):
 class Recording:
     """A script's run, from the choice of its tool to the last line that it prints.
 
-    The result is a folder with a file INCOMPLETE until it is finished, which is renamed if a step fails. Nothing that
-    exists already is written over or deleted.
+    The result is a folder with a file INCOMPLETE until all is recorded, and is renamed if a step fails before that.
+    Nothing that exists already is written over or deleted.
     """
 
     def __init__(self, tools, options, steps):
@@ -271,9 +271,16 @@ class Recording:
         self.log = self.result / "log.txt"
         self.log.touch()
 
+    def complete(self):
+        """Declare that all is recorded: whatever happens from now on, the result stays."""
+        (self.result / "INCOMPLETE").unlink(missing_ok=True)
+
+    def is_complete(self):
+        return not (self.result / "INCOMPLETE").exists()
+
     def set_aside(self):
-        """Rename a result that is not finished, for the reports to skip it. If it cannot be, it stays INCOMPLETE."""
-        if not self.log:
+        """Rename a result that is not complete, for the reports to skip it. If it cannot be, it stays INCOMPLETE."""
+        if not self.log or self.is_complete():
             return
         self.log, failed = None, Path(f"{self.result}.failed")
         with contextlib.suppress(OSError):
@@ -296,7 +303,7 @@ class Recording:
         """Print where the result is, and what to open it with."""
         if self.dry:
             return
-        (self.result / "INCOMPLETE").unlink()
+        self.complete()
         log, self.log = self.log, None
         self.note("\n".join(["", f"Results: {self.result}", *lines]))
         if self.missing:
@@ -328,7 +335,8 @@ class Recording:
                 sys.stdout.flush()
             status = process.wait()
         if taken:
-            self.fail(128 + taken[0], "interrupted")
+            kept = f"; the recording is whole, and its report is made by {line}" if self.is_complete() else ""
+            self.fail(128 + taken[0], f"interrupted{kept}")
         return status if status >= 0 else 128 - status
 
     def run_or_fail(self, command, folder=None, who=None):
@@ -344,7 +352,8 @@ class Recording:
         return status
 
     def report(self, part, name, *arguments):
-        """Run a program of profilers/ on what is recorded. Return its exit status."""
+        """Run a program of profilers/ on what is recorded, which is all. Return its exit status."""
+        self.complete()
         return self.attempt(part, module_command(name, *arguments), f"profilers.{name}")
 
     def explain(self, status, who=None):

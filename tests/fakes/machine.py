@@ -165,15 +165,15 @@ class Machine:
         done = subprocess.run([ROOT / script, *arguments], cwd=self.work, env=self.env | env, timeout=60, **pipes)
         return outcome(done.returncode, done.stdout, done.stderr)
 
-    def interrupt(self, script, *numbers, **env):
-        """(exit code, output, errors) of a script whose group is sent signals when its program trains."""
+    def interrupt(self, script, *numbers, until="tiny llama:", **env):
+        """(exit code, output, errors) of a script whose group is sent signals when its log has a text."""
         process = subprocess.Popen(
             [ROOT / script, "--output", "out"], cwd=self.work, env=self.env | {"PROGRAM_SLEEP": "60"} | env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         log = self.work / "out" / "log.txt"
         deadline = time.monotonic() + 30
-        while not (log.exists() and "tiny llama:" in log.read_text()) and time.monotonic() < deadline:
+        while not (log.exists() and until in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         for number in numbers:
             os.killpg(process.pid, number)

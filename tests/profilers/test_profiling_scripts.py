@@ -483,6 +483,22 @@ def test_interrupt_ends_script_and_program(interruptible_machine, number, code, 
     assert str(machine.work) not in running
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("script", ["get_hotspots.sh", "get_rocprof_compute.sh"])
+def test_what_interrupts_a_report_costs_no_recording(interruptible_machine, script, number, code):
+    machine = interruptible_machine.with_rocm("7.0")
+    if "compute" in script:  # which reports itself
+        tool = machine.folder / "rocm" / "bin" / "rocprof-compute"
+        waiting = f'[ $1 = profile ] || {{ echo reporting; exec sleep 60; }}\nexec {tool}.works "$@"'
+        tool.rename(f"{tool}.works")
+        executable(tool, f"#!/bin/sh\n{waiting}\n")
+    else:
+        failing(machine, "profilers.hotspots", "echo reporting; exec sleep 60")
+    returned, _, err = machine.interrupt(script, number, until="reporting", PROGRAM_SLEEP="0")
+    assert returned == code and machine.results() == ["out"] and not (machine.work / "out" / "INCOMPLETE").exists()
+    assert code < 0 or ": error: interrupted; the recording is whole, and its report is made by " in err
+
+
 @pytest.mark.parametrize("numbers", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGKILL)])
 def test_no_profiler_outlives_a_script_that_is_killed(interruptible_machine, numbers):
     """Neither it nor what it has started, even where they ignore the signal that timeout -k sends first."""
