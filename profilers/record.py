@@ -45,6 +45,7 @@ sm__warps_active.avg.pct_of_peak_sustained_active
 smsp__inst_executed.sum
 launch__registers_per_thread
 """.split()
+FILTERS = {"--kernel-include-regex", "--kernel-exclude-regex", "--kernel-iteration-range"}
 TRACED = "--kernel-trace", "--marker-trace"
 NO_COUNTERS = "No hardware counters: they need rocprofv3 (AMD) or, for get_counters.sh --pmc, ncu (NVIDIA)."
 
@@ -110,7 +111,9 @@ def count_by_rocprofv3(recording, passes):
         elif recording.recorded:
             text = "".join(path.read_text(errors="replace") for path in folder.rglob("*_counter_collection.csv"))
             if dropped := [name for name in names if f'"{name.partition(":")[0]}"' not in text]:
-                recording.miss(f"{' '.join(dropped)}: {recording.explain(0)}")
+                filters = " and ".join(sorted(recording.asked & FILTERS))
+                reason = f"no kernel passes {filters}" if filters else "rocprofv3 does not say why"
+                recording.miss(f"{' '.join(dropped)}: {recording.complaint() or reason}")
             counted = counted or dropped != names
     return counted
 
@@ -226,7 +229,7 @@ def run_rocprof_compute(recording):
     # The meaning of -p depends on the release; below the working directory all releases agree.
     own = [*options, *recording.tool_arguments, "--", *recording.program]
     recording.run_or_fail([*recording.launch, "profile", "-n", workload, *own], folder=recording.result)
-    if traced and not recording.dry and "roctx" in (reason := recording.explain(0)):
+    if traced and not recording.dry and "roctx" in (reason := recording.complaint() or ""):
         traced = recording.miss(f"the operators ({reason})")
     if roofline and not chosen:
         recording.require("roofline.csv")

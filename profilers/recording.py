@@ -44,6 +44,11 @@ EXPLANATIONS = {
     "--help lists those that it has",
     r"Unable to find all counters": "this GPU, or this release, does not know them (rocprofv3 -L lists those that it "
     "does)",
+    # The last two are said where the profiler has loaded its library, and PyTorch's own profiler another one.
+    r"registered more than once|ROCPROFILER_REGISTER_LIBRARY is already set|ERROR_CONFIGURATION_LOCKED|"
+    r"outside of valid rocprofiler configuration period": "two ROCm installations meet in one process, the profiler's "
+    "and PyTorch's: use the profiler that comes with this PyTorch (pip install 'rocm[profiler]'), or load the module "
+    "of its ROCm",
 }
 # Options of a profiler that the scripts give, or on which what they look for depends.
 OURS = {
@@ -358,13 +363,40 @@ class Recording:
 
     def explain(self, status, who=None):
         """Return what the log of the last command says about its failure. who: what ran, if not under the profiler."""
-        text = self.log.read_bytes()[self.log_end :].decode(errors="replace")
         if who:
-            return own_fault(who, status, text)
-        for pattern, meaning in EXPLANATIONS.items():
-            if re.search(pattern, text, re.MULTILINE):
-                return meaning.format(tool=self.tool)
-        return f"{self.tool} or the program ended with status {status}"
+            return own_fault(who, status, self.last_output())
+        return self.complaint() or f"{self.tool} or the program ended with status {status}"
+
+    def last_output(self):
+        """Return what the log has of the last command."""
+        return self.log.read_bytes()[self.log_end :].decode(errors="replace")
+
+    def complaint(self):
+        """Return what the profiler or the program complained of in the last command, with the remedy, or None."""
+        output = self.last_output()
+        meanings = (meaning for words, meaning in EXPLANATIONS.items() if re.search(words, output, re.MULTILINE))
+        return next((meaning.format(tool=self.tool) for meaning in meanings), None)
+
+    def why_nothing(self):
+        """Yield the likely reasons for a recording without kernels after a status of 0, each with its remedy."""
+        if complaint := self.complaint():
+            yield complaint
+        if re.search(r"--device[= ]cpu\b", " ".join(self.arguments)):
+            yield f"{self.name} was told to use the CPU: leave out --device"
+        elif re.search(r"^Device: .*\(cpu\)", self.last_output(), re.MULTILINE):
+            yield "PyTorch sees no GPU, and used the CPU: profilers/doctor.sh says why"
+        if "--profile" in self.arguments:
+            yield f"{self.name} has a profiler of its own: leave out --profile"
+        for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+            if os.environ.get(name) in ("", "-1"):
+                yield f"{name}={os.environ[name]} hides every GPU: unset it"
+        # A program that has used PyTorch on a GPU passes this on to those that it starts.
+        if library := os.environ.get("ROCPROFILER_REGISTER_LIBRARY"):
+            yield f"ROCPROFILER_REGISTER_LIBRARY={library} is loaded before the profiler: unset it"
+        for option in sorted(self.asked & {"--selected-regions", "--collection-period"}):
+            yield f"{option} may leave out the whole run: try without it"
+        if self.rocm and (mismatch := rocm.mismatch_of(self.rocm, rocm.torch_build())):
+            yield mismatch
 
     def require(self, *patterns):
         """Set recorded, the first file of these names, or end: a profiler's status 0 says little."""
@@ -375,7 +407,9 @@ class Recording:
         elif self.left_out:
             self.note("Not recorded: --profile-mpi-ranks leaves this process out")
         elif not self.dry:
-            self.fail(1, f"{self.tool} recorded nothing, it left no {' '.join(patterns)}: {self.explain(0)}")
+            other = f"{self.name} may have used no GPU (profilers/doctor.sh tries one), or ended by os._exit()"
+            why = "; ".join(self.why_nothing()) or other
+            self.fail(1, f"{self.tool} recorded nothing, it left no {' '.join(patterns)}: {why}")
 
     # ------------------------------------------------------------------------------------------------------------------
     # What several scripts record

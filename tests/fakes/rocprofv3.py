@@ -29,7 +29,7 @@ ABSENT["gfx1100"] = SLOTS_OF.keys() - OF_RADEON.split()
 def make_parser():
     has_rocpd = RELEASE >= (7, 0)
     parser = argparse.ArgumentParser(prog="rocprofv3", allow_abbrev=not has_rocpd)
-    for name in (*TRACES, "stats", "kernel-rename", *["att"] * has_rocpd):  # a thread trace is as new as rocpd
+    for name in (*TRACES, "stats", "kernel-rename", *["att", "selected-regions"] * has_rocpd):  # as new as rocpd
         parser.add_argument(f"--{name}", nargs="?", const=True)
     parser.set_defaults(profile_mpi_ranks=None, mpi_world_rank_variable=None)
     if RELEASE >= (10, 0):

@@ -113,8 +113,8 @@ UNKNOWN = "this GPU, or this release, does not know them (rocprofv3 -L lists tho
     ("gfx942", ["NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", None),
     ("gfx942", ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], f"FETCH_SIZE TCC_HIT_sum TCC_MISS_sum: {TOO_MANY}", None),
     ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN}; MfmaUtil: {UNKNOWN}", "VALUBusy"),
-    ("gfx942", ["SQ_WAVES", "--", "--", "--kernel-include-regex", "none"], "SQ_WAVES: rocprofv3 or the",
-     None),
+    ("gfx942", ["SQ_WAVES", "--", "--", "--kernel-include-regex", "none"],
+     "SQ_WAVES: no kernel passes --kernel-include-regex;", None),
 ])  # fmt: skip
 def test_what_cannot_be_counted_is_named_and_the_rest_stays(machine, arch, asked, missing, counted):
     machine.with_rocm("7.0")
@@ -416,6 +416,34 @@ def test_a_program_that_is_killed_and_one_that_records_nothing(machine, text, co
     executable(machine.bin / "program", f"#!/bin/sh\n{text}\n")
     run = machine.run("get_hotspots.sh", "--output", "out")
     assert run.code == code and told in run.err and machine.results() == ["out.failed"]
+
+
+TWO_ROCMS = "two ROCm installations meet in one process, the profiler's and PyTorch's: use the profiler that comes with"
+
+
+@pytest.mark.parametrize("said, arguments, env, told", [
+    ("", [], {}, ["py may have used no GPU (profilers/doctor.sh tries one), or ended by os._exit(); the"]),
+    ("Device: x86_64 (cpu); PyTorch 2.13", [], {}, ["PyTorch sees no GPU, and used the CPU: profilers/doctor.sh says"]),
+    ("Device: x86_64 (cpu); PyTorch 2.13", ["--", "--device", "cpu"], {}, ["to use the CPU: leave out --device; "]),
+    ("Device: AMD (gfx942)", ["--", "--profile", "x"], {}, ["has a profiler of its own: leave out --profile; "]),
+    ("rocprofiler-register: hip registered more than once", [], {}, [TWO_ROCMS]),
+    ("ROCPROFILER_REGISTER_LIBRARY is already set to /a.so", [], {}, [TWO_ROCMS]),
+    ("ROCPROFILER_STATUS_ERROR_CONFIGURATION_LOCKED", ["--", "--", "--selected-regions"], {}, [
+        TWO_ROCMS, "; --selected-regions may leave out the whole run: try without it"]),
+    ("", [], {"HIP_VISIBLE_DEVICES": "-1", "ROCPROFILER_REGISTER_LIBRARY": "/a.so"}, [
+        "HIP_VISIBLE_DEVICES=-1 hides every GPU: unset it; ROCPROFILER_REGISTER_LIBRARY=/a.so is loaded before"]),
+])  # fmt: skip
+def test_why_nothing_was_recorded(machine, said, arguments, env, told):
+    """The profiler and the program have both ended well."""
+    env |= {"FAKE_NOTHING": "1", "FAKE_COMPLAINT": said, "FAKE_STATUS": "0"}
+    run = machine.with_rocm("7.2").run("get_hotspots.sh", "--output", "out", *arguments, **env)
+    assert run.code == 1 and machine.results() == ["out.failed"] and run.err.count("\n") == 1
+    assert all(words in run.err for words in told) and "status 0" not in run.err
+
+
+def test_a_mismatch_is_a_reason_for_nothing(machine):
+    run = machine.with_rocm("7.2").with_torch_of("6.4").run("get_trace.sh", "--output", "out", FAKE_NOTHING="1")
+    assert run.code == 1 and "left no *_results.pftrace: two ROCm installations. PyTorch brings ROCm 6.4" in run.err
 
 
 @pytest.mark.parametrize("arguments, complaint", [
