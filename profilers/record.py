@@ -18,8 +18,9 @@ if not __package__:
     sys.exit(2)
 
 from measure.command_line import UsageError, exit_code_of, positive, program
-from profilers.recording import ROOT, Recording, module_command, own_fault, parse, parser_of, suggestion, this_process
+from profilers.recording import ROOT, Recording, module_command, own_fault, parse, parser_of, suggestion
 from profilers.rocm import ROCPD, architectures, core_of, python, rocm_path, root_of
+from tiny_llama.launchers import this_process
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
 # on gfx942, which also has no L2CacheHit: the reports compute the rate from hits and misses. Radeon cards have few of
@@ -198,12 +199,13 @@ def get_rocprof_compute(recording):
 
 
 def run_rocprof_compute(recording):
-    if this_process()[1] > 1:
-        raise UsageError(
-            "rocprof-compute profiles one process at a time on a node: start this script without a launcher, or "
-            "get_counters.sh --pmc with it"
-        )
     tool, asked = recording.rocm, recording.asked
+    # The help tells where the files of a rank go.
+    if this_process() and not tool.has_option("%rank%", (7, 12), "profile"):
+        raise UsageError(
+            f"{tool.path} profiles one process at a time on a node, as all before ROCm 7.12: start this script without "
+            "a launcher, or get_counters.sh --pmc with it"
+        )
     traced = operators_of(tool) if recording.options.operators else []
     # The kernels of the warm-up are counted too. One step, which --graph needs, has the same kernels as a measured one.
     if not recording.options.program:

@@ -15,6 +15,7 @@ from pathlib import Path
 from measure.command_line import NothingRecorded, Parser, UsageError
 from profilers import rocm
 from tiny_llama.files import open_input
+from tiny_llama.launchers import this_process
 
 ROOT = Path(__file__).resolve().parent.parent
 AFTER = """\
@@ -60,13 +61,6 @@ OURS = {
     "rocprof-sys": "-o --output -T --trace -P --profile",
     "ncu": "-o --export --metrics",
 }
-# Variables by which torchrun, srun, Open MPI and MPICH tell a process its number, and how many there are.
-LAUNCHERS = (
-    "RANK WORLD_SIZE",
-    "SLURM_PROCID SLURM_STEP_NUM_TASKS",
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK PMI_SIZE",
-)
 
 
 def parser_of(script, description, tools, steps):
@@ -132,15 +126,6 @@ def resolve(tool, path):
     raise UsageError(
         f"--tool-path {path}: there is no {name}: give its file, or the folder of one installation of ROCm"
     )
-
-
-def this_process():
-    """Return (number, count, names of their variables) of the processes of a launcher, (0, 1, []) without one."""
-    for names in map(str.split, LAUNCHERS):
-        values = [os.environ.get(name, "") for name in names]
-        if all(map(str.isdecimal, values)) and int(values[1]) > 1:
-            return *map(int, values), names
-    return 0, 1, []
 
 
 def module_command(name, *arguments):
@@ -240,23 +225,22 @@ class Recording:
 
     def start(self, name):
         """Make the folder of the result, such as traces/trace_<time>, and set program, the run to be profiled."""
-        number, processes, variables = this_process()
-        output, self.together = self.options.output, []
-        if processes > 1 and not output:
-            raise UsageError(f"{processes} processes need one folder for all: name it by --output")
+        process, output, self.together = this_process(), self.options.output, []
+        if process and not output:
+            started = f"{process.rank}={os.environ[process.rank]}: this is one of several processes"
+            raise UsageError(f"{started}, which need one folder for all: name it by --output")
         # Resolved, as rocprof-compute refuses a path with "..".
         self.result = Path(output or f"{name}_{datetime.now():%Y%m%d_%H%M%S_%f}").resolve()
-        if processes > 1:
-            title = f"All {processes} processes in one table"
-            self.together = [suggestion(title, "hotspots", self.result, *self.named)]
-            self.result /= f"rank_{number}"
+        if process:
+            self.together = [suggestion("All processes in one table", "hotspots", self.result, *self.named)]
+            self.result /= f"rank_{process.number}"
             # rocprofv3 does not know torchrun's variables, and says nothing of a process that it leaves out.
             chosen = re.search(r"^--profile-mpi-ranks[=\n]([\d,-]+)", self.own, re.MULTILINE)
             if chosen and self.rocm and self.rocm.has_option("--mpi-world-rank-variable", (10, 0)):
-                rank, size = variables
-                self.tool_arguments += ["--mpi-world-rank-variable", rank, "--mpi-world-size-variable", size]
+                self.tool_arguments += ["--mpi-world-rank-variable", process.rank]
+                self.tool_arguments += ["--mpi-world-size-variable", process.size] if process.size else []
             ranges = re.findall(r"(\d+)-?(\d*)", chosen[1] if chosen else "")
-            self.left_out = ranges and all(not int(a) <= number <= int(b or a) for a, b in ranges)
+            self.left_out = ranges and all(not int(a) <= process.number <= int(b or a) for a, b in ranges)
         if self.result.is_dir() and any(self.result.iterdir()):
             raise UsageError(f"--output {self.result} exists and is not an empty folder: give a new one")
         program = [self.options.program]

@@ -5,19 +5,7 @@ import math
 import os
 
 import tiny_llama_v3 as llama
-
-# {variable: its least value in one of several processes}, of srun, Flux, jsrun of LSF, mpiexec of PALS, Open MPI,
-# MVAPICH, MPICH and Intel MPI (hydra), and of others that speak PMI or PMIx. These are counts of processes, some of a
-# node only, and the processes' numbers from 0 on. A batch script has SLURM_NTASKS as well, and the number 0.
-OF_SEVERAL = dict.fromkeys(
-    "SLURM_STEP_NUM_TASKS FLUX_JOB_SIZE JSM_NAMESPACE_SIZE PALS_LOCAL_SIZE OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE "
-    "MPI_LOCALNRANKS PMI_SIZE".split(),
-    2,
-) | dict.fromkeys(
-    "SLURM_PROCID FLUX_TASK_RANK JSM_NAMESPACE_RANK PALS_RANKID OMPI_COMM_WORLD_RANK MV2_COMM_WORLD_RANK "
-    "MPI_LOCALRANKID PMI_RANK PMIX_RANK".split(),
-    1,
-)
+from tiny_llama.launchers import this_process
 
 
 def list_stages():
@@ -33,15 +21,13 @@ def list_stages():
 
 def lone_process():
     """A line if a launcher has started several processes that do not know of each other, in a list."""
-    # In a shell of `srun --pty` or salloc the counts are the shell's. A process that srun starts there has a number.
-    of_shell = "SLURM_STEP_NUM_TASKS PMI_SIZE" if "SLURM_PTY_PORT" in os.environ else ""
-    given = {name: os.environ.get(name, "") for name in OF_SEVERAL if name not in of_shell.split()}
-    several = [name for name, value in given.items() if value.isdecimal() and int(value) >= OF_SEVERAL[name]]
+    process = this_process()
+    if not process or "RANK" in os.environ:
+        return []
+    name = process.size or process.rank
     return [
-        f"{name}={given[name]}, but RANK is not set: each process that srun, mpirun or another launcher starts trains "
-        "alone; start them with torchrun, as site/job.slurm does"
-        for name in several[:1]
-        if "RANK" not in os.environ
+        f"{name}={os.environ[name]}, but RANK is not set: each process that srun, mpirun or another launcher starts "
+        "trains alone; start them with torchrun, as site/job.slurm does"
     ]
 
 

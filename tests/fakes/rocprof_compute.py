@@ -42,6 +42,7 @@ def make_parser():
     if RELEASE >= (7, 1):
         profile.add_argument("--set")
     if RELEASE >= (7, 12):
+        profile.add_argument("--output-directory", help="default: workloads/NAME/%%gpumodel%% or, by MPI, /%%rank%%")
         rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
         default = f"{rocm}/lib/rocprofiler-sdk/librocprofiler-sdk-tool.so"
         profile.add_argument("--rocprofiler-sdk-tool-path", dest="library", default=default)
@@ -97,7 +98,8 @@ def profile(options, program):
     if RELEASE < (7, 0) and not (program and os.path.isfile(program[0])):
         fail(f"Your command {' '.join(program[:1])} doesn't point to a executable. Please verify.")
     complain()
-    folder = Path("workloads", options.name, "MI300X_A1")
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") if RELEASE >= (7, 12) else None
+    folder = Path("workloads", options.name, rank or "MI300X_A1")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sysinfo.csv").write_text("workload_name,gpu_arch\ntiny_llama,gfx942\n")
     words = " ".join(program).split()

@@ -17,6 +17,7 @@ import pytest
 from profilers.readers import read_dispatches
 from tests.fakes.machine import FOLDERS, ROOT, first_fast
 from tests.profilers.conftest import GUIDE
+from tiny_llama.launchers import LAUNCHERS
 
 ALL_RELEASES = first_fast("10.0", "6.4", "7.0", "7.1", "7.14", "10.1")
 SCRIPTS = tuple(FOLDERS)
@@ -24,10 +25,6 @@ OF_ROCPROFV3 = ("get_trace.sh", "get_hotspots.sh", "get_counters.sh", "run_rocpr
 TOOLS = dict.fromkeys(OF_ROCPROFV3, "rocprofv3")
 TOOLS |= {"get_rocprof_compute.sh": "rocprof-compute", "get_rocprof_sys.sh": "rocprof-sys"}
 FORMATS = "-H -D --output-format proto text"
-STARTED_BY = (  # torchrun, srun, Open MPI and MPICH name these
-    ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)  # fmt: skip
 OF_THE_STEPS = re.compile(r"^Kernels of 3 steps, ms and calls a step: [\d.]+ ms in 19 calls of 6 kernels$", re.M)
 TYPED = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.S) for line in block.splitlines()]
 
@@ -465,7 +462,7 @@ def test_bad_options(machine, script, arguments, complaint):
 # --- several processes, signals
 
 
-@pytest.mark.parametrize("rank, size", STARTED_BY)
+@pytest.mark.parametrize("rank, size", [item for item in LAUNCHERS.items() if item[1]])
 def test_each_rank_has_a_folder_of_its_own(machine, rank, size):
     dry = "get_trace.sh", "--dry-run", "--output", "out"
     for values, folder in (("08", "010"), "rank_8"), (("0", "1"), "run"), (("0", "two"), "run"):
@@ -473,7 +470,31 @@ def test_each_rank_has_a_folder_of_its_own(machine, rank, size):
         run = machine.run(*dry, **{"RANK": "0", "WORLD_SIZE": "1"} | {rank: values[0], size: values[1]})
         assert run.code == 0 and f"{machine.work}/out/{folder}" in run.out
     run = machine.run("get_hotspots.sh", **{rank: "0", size: "2"})
-    assert run.code == 2 and "2 processes need one folder for all: name it by --output" in run.err
+    told = f"{rank}=0: this is one of several processes, which need one folder for all: name it by --output"
+    assert run.code == 2 and told in run.err
+
+
+@pytest.mark.parametrize("rank", ["PALS_RANKID", "PMIX_RANK", "FLUX_TASK_RANK", "MV2_COMM_WORLD_RANK"])
+def test_a_rank_without_a_count_has_a_folder_too(machine, rank):
+    """Also the first: in out itself it would keep the others from their folders."""
+    for number in "03":
+        run = machine.run("get_trace.sh", "--dry-run", "--output", "out", **{rank: number})
+        assert run.code == 0 and f"{machine.work}/out/rank_{number}" in run.out
+
+
+def test_ranks_are_those_of_the_inner_launcher(machine):
+    """mpirun of Open MPI has its daemons started by srun, one on each node."""
+    for number in "01":
+        outer, inner = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        ranks = dict(zip(outer, "02", strict=True)) | dict(zip(inner, (number, "2"), strict=True))
+        run = machine.run("get_hotspots.sh", "--output", "out", **ranks)
+        assert run.code == 0 and f"Results: {machine.work}/out/rank_{number}\n" in run.out
+
+
+def test_the_shell_of_srun_is_one_process(machine):
+    counts = dict(SLURM_PTY_PORT="7", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
+    run = machine.run("get_hotspots.sh", "--tool", "torch", "--dry-run", **counts)
+    assert run.code == 0 and "rank_" not in run.out
 
 
 def test_only_some_ranks_are_recorded(machine):
@@ -491,7 +512,7 @@ def test_all_ranks_in_one_table(machine):
     for number in ("0", "1"):
         run = machine.with_torch().run("get_hotspots.sh", "--output", "my out", RANK=number, WORLD_SIZE="2")
         assert run.code == 0 and f"Results: {machine.work}/my out/rank_{number}\n" in run.out
-    (command,) = re.findall(r"^All 2 processes in one table: (.*)$", run.out, flags=re.M)
+    (command,) = re.findall(r"^All processes in one table: (.*)$", run.out, flags=re.M)
     done = subprocess.run(command, shell=True, cwd=machine.folder, env=machine.env, capture_output=True, text=True)
     assert re.search(r"^Kernels of 6 steps of 2 processes, .* in 19 calls", done.stdout, re.M), done.stderr
 

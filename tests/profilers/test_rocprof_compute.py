@@ -69,6 +69,18 @@ def test_a_tool_of_another_rocm_than_rocm_path_says(machine, release):
     assert (library in shlex.join(profile_of(run))) == (release == "7.1")
 
 
+@pytest.mark.parametrize("rank, folder", [("OMPI_COMM_WORLD_RANK", "1"), ("RANK", "MI300X_A1")])
+def test_a_rank_of_several_is_profiled_by_a_tool_that_tells_them_apart(machine, rank, folder):
+    """It knows the variables of MPI, and not those of torchrun."""
+    size = {"RANK": "WORLD_SIZE"}.get(rank, "OMPI_COMM_WORLD_SIZE")
+    run = run_script(machine.with_rocm("7.12"), **{rank: "1", size: "2"})
+    workload = machine.work / "out" / "rank_1" / "workloads" / "tiny_llama" / folder
+    assert run.code == 0 and f"rocprof-compute analyze -p {workload}\n" in run.out and len(analyses_of(run)) == 6
+    older = "--tool-path", machine.with_rocm("7.2", "opt/rocm").folder / "opt" / "rocm"
+    refused = run_script(machine, *older, **{rank: "0", size: "2"})
+    assert refused.code == 2 and "profiles one process at a time on a node, as all before ROCm 7.12" in refused.err
+
+
 # --- options
 
 

@@ -24,6 +24,7 @@ from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
 from tiny_llama import checkpoint, distributed
 from tiny_llama.distributed import ShardedAdamW, World, summarize_processes
+from tiny_llama.launchers import this_process
 from tiny_llama.notes import lone_process
 
 SIZES = "--hidden-dim 16 --num-layers 2 --num-heads 2 --num-kv-heads 1 --ffn-dim 24 --vocab-size 11 --seq-len 8".split()
@@ -175,6 +176,7 @@ def test_two_processes_save_and_resume_to_the_bit(start, capsys, tmp_path, flags
 
 
 def test_a_process_alone_has_no_world(run, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     done = run("--shard", "full")
     assert done.out.count("Note: PMI_SIZE=2, but RANK is not set: each process") == 1
@@ -189,14 +191,23 @@ def test_a_process_alone_has_no_world(run, monkeypatch):
     ("a batch script", "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0", None),
     ("salloc", "SLURM_JOB_ID=1 SLURM_NTASKS=8 SLURM_NNODES=2", None),
     ("a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 PMI_SIZE=4 PMI_RANK=0", None),
-    ("srun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4", "SLURM_PROCID=3"),
-    ("mpirun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2"),
-    ("mpirun in a batch script", "SLURM_NTASKS=8 SLURM_PROCID=0 OMPI_COMM_WORLD_SIZE=8", "OMPI_COMM_WORLD_SIZE=8"),
+    ("srun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4", "SLURM_STEP_NUM_TASKS=4"),
+    ("mpirun in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2",
+     "OMPI_COMM_WORLD_SIZE=2"),
+    ("hydra in a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 PMI_RANK=0 PMI_SIZE=4 MPI_LOCALNRANKS=4", "PMI_SIZE=4"),
+    ("PMIx of a shell", "SLURM_PTY_PORT=7 SLURM_PROCID=0 PMIX_RANK=0", None),
+    ("mpirun in a batch script", "SLURM_NTASKS=8 SLURM_PROCID=0 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=8",
+     "OMPI_COMM_WORLD_SIZE=8"),
+    ("mpirun, whose daemons srun starts", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 OMPI_COMM_WORLD_RANK=1 "
+     "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2"),
     ("mpirun, one process", "OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 PMIX_RANK=0", None),
     ("MVAPICH", "MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0", "MV2_COMM_WORLD_SIZE=2"),
-    ("hydra", "PMI_SIZE=4 PMI_RANK=0 MPI_LOCALNRANKS=4 MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=4"),
+    ("hydra", "PMI_SIZE=4 PMI_RANK=0 MPI_LOCALNRANKS=4 MPI_LOCALRANKID=0", "PMI_SIZE=4"),
+    ("hydra, of a node alone", "MPI_LOCALNRANKS=4 MPI_LOCALRANKID=1", "MPI_LOCALNRANKS=4"),
     ("hydra, one process a node", "PMI_SIZE=2 PMI_RANK=0 MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0", "PMI_SIZE=2"),
-    ("PMIx", "PMIX_RANK=2 PMIX_NAMESPACE=x", "PMIX_RANK=2"), ("PALS", "PALS_RANKID=0 PALS_LOCAL_SIZE=4", "PALS_LOCAL"),
+    ("PMIx", "PMIX_RANK=2 PMIX_NAMESPACE=x", "PMIX_RANK=2"),
+    ("PALS", "PALS_RANKID=0 PALS_LOCAL_SIZE=4", "PALS_RANKID=0"),
+    ("PALS, one process", "PALS_RANKID=0 PALS_LOCAL_SIZE=1 PMI_RANK=0 PMI_SIZE=1", None),
     ("PALS, one process a node", "PALS_RANKID=1 PALS_LOCAL_SIZE=1", "PALS_RANKID=1"),
     ("Flux", "FLUX_JOB_SIZE=4 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0", "FLUX_JOB_SIZE=4"),
     ("Flux, one task", "FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0", None),
@@ -213,6 +224,25 @@ def test_processes_that_do_not_know_of_each_other(monkeypatch, launcher, environ
     lines = lone_process()
     assert len(lines) == bool(named), launcher
     assert not named or lines[0].startswith(named) and "trains alone" in lines[0]
+
+
+TERMINAL = "import pty; pty.spawn(['sh', '-c', 'echo $$; exec sleep 60'])"
+
+
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_a_task_of_srun_has_no_terminal_and_its_shell_has_one(monkeypatch, has_terminal):
+    """Both have the number 0, and SLURM_PTY_PORT, which the task inherits."""
+    words = [sys.executable, "-c", TERMINAL] if has_terminal else ["sh", "-c", "echo $$; exec sleep 60"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with subprocess.Popen(words, **pipes) as process:
+        numbers = dict(
+            SLURM_PTY_PORT=7, SLURM_PROCID=0, SLURM_STEP_NUM_TASKS=4, SLURM_TASK_PID=process.stdout.readline()
+        )
+        for name, value in numbers.items():
+            monkeypatch.setenv(name, str(value).strip())
+        told = this_process()
+        process.kill()
+    assert (told is None) == has_terminal
 
 
 # --- faults
