@@ -19,7 +19,7 @@ if not __package__:
 
 from measure.command_line import UsageError, exit_code_of, positive, program
 from profilers.recording import ROOT, Recording, module_command, own_fault, parse, parser_of, suggestion
-from profilers.rocm import ROCPD, architectures, core_of, python, rocm_path, root_of
+from profilers.rocm import architectures, core_of, python, rocm_path, root_of
 from tiny_llama.launchers import this_process
 
 # The counters of a run each. Each fits into a pass on gfx90a and gfx942. FETCH_SIZE and WRITE_SIZE do not fit together
@@ -150,7 +150,7 @@ def get_counters(recording):
     passes = [" ".join(names).replace(",", " ") for names in recording.options.pmc or () if names]
     if recording.rocm:
         # With --kernel-rename names in a database would not match those in the CSV files of the passes.
-        has_database = "--kernel-rename" not in recording.asked and recording.rocm.release >= ROCPD
+        has_database = "--kernel-rename" not in recording.asked and recording.rocm.knows("rocpd", (7, 0))
         kind, file = ("rocpd", "*_results.db") if has_database else ("csv", "*_kernel_trace.csv")
         recording.run_or_fail(recording.rocprofv3("kernels", *TRACED, "--output-format", kind))
         recording.require(file)
@@ -201,7 +201,7 @@ def get_rocprof_compute(recording):
 def run_rocprof_compute(recording):
     tool, asked = recording.rocm, recording.asked
     # The help tells where the files of a rank go.
-    if this_process() and not tool.has_option("%rank%", (7, 12), "profile"):
+    if this_process() and not tool.knows("%rank%", (7, 12)):
         raise UsageError(
             f"{tool.path} profiles one process at a time on a node, as all before ROCm 7.12: start this script without "
             "a launcher, or get_counters.sh --pmc with it"
@@ -225,7 +225,7 @@ def run_rocprof_compute(recording):
     roofline = asked & {"--roof-only", "--roofline"}
     chosen = asked & {"-b", "--block", "--set", "--speed-of-light", "--memory-chart"}
     options = ["--no-roof"] * (not roofline)
-    if (7, 0) <= tool.release < (7, 12):
+    if tool.knows("--rocprofiler-sdk-library-path", (7, 0), until=(7, 12)):
         options += ["--rocprofiler-sdk-library-path", f"{root}/lib/librocprofiler-sdk.so"]
     options += [*(f"--{name}-trace" for name in traced), *["--experimental"] * bool(traced)]
     # The meaning of -p depends on the release; below the working directory all releases agree.
@@ -265,8 +265,7 @@ def run_rocprof_compute(recording):
 def operators_of(tool):
     """Return to whose operators rocprof-compute can attribute counters: PyTorch's and, in newer releases, Triton's."""
     since = {"torch": (7, 12), "triton": (10, 0)}
-    help_of = "profile", "--experimental"
-    if traced := [name for name, first in since.items() if tool.has_option(f"--{name}-trace", first, *help_of)]:
+    if traced := [name for name, first in since.items() if tool.knows(f"--{name}-trace", first)]:
         return traced
     lacks = f"--torch-trace, of ROCm 7.12 or newer; this one has none: {tool.path}"
     raise UsageError(f"--operators needs a rocprof-compute with {lacks}")
@@ -332,7 +331,7 @@ def get_rocprof_sys(recording):
 def rocprof_sys(recording):
     """Return the command line: -run would not sample, and -P without -T would switch the trace off."""
     # From ROCm 10.1 on a trace for Perfetto has to be asked for by --output-format, which excludes -T and -P.
-    formats = "--output-format proto text" if recording.rocm.release >= (7, 14) else "-T -P"
+    formats = "--output-format proto text" if recording.rocm.knows("--output-format", (7, 14)) else "-T -P"
     formats = [] if "--output-format" in recording.asked else formats.split()
     # With the tool's signal handler Python would not receive Ctrl-C, and thousands of lines of memory maps would follow
     # the reason of a crash.

@@ -236,7 +236,7 @@ class Recording:
             self.result /= f"rank_{process.number}"
             # rocprofv3 does not know torchrun's variables, and says nothing of a process that it leaves out.
             chosen = re.search(r"^--profile-mpi-ranks[=\n]([\d,-]+)", self.own, re.MULTILINE)
-            if chosen and self.rocm and self.rocm.has_option("--mpi-world-rank-variable", (10, 0)):
+            if chosen and self.rocm and self.rocm.knows("--mpi-world-rank-variable", (10, 0)):
                 self.tool_arguments += ["--mpi-world-rank-variable", process.rank]
                 self.tool_arguments += ["--mpi-world-size-variable", process.size] if process.size else []
             ranges = re.findall(r"(\d+)-?(\d*)", chosen[1] if chosen else "")
@@ -420,7 +420,7 @@ class Recording:
         if not self.rocm:
             self.profile_by_torch("trace.json")
             return
-        formats = ["csv", "pftrace", *["rocpd"] * (self.rocm.release >= rocm.ROCPD)]
+        formats = ["csv", "pftrace", *["rocpd"] * self.rocm.knows("rocpd", (7, 0))]
         self.run_or_fail(self.rocprofv3(name, "--runtime-trace", "--stats", "--output-format", *formats))
         self.require("*_results.pftrace")
         self.require("*_kernel_stats.csv")

@@ -4,6 +4,7 @@ A release is a tuple of numbers, (7, 2) for ROCm 7.2.4. The module imports only 
 asks it for the release before anything is installed.
 """
 
+import functools
 import importlib.util
 import os
 import re
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 OLDEST = 6, 3  # the profilers of older releases lack options that are used here
-ROCPD = 7, 0  # the first release whose rocprofv3 can write a database
 ASSUMED = "10.0"  # in a dry run without ROCm
 SILENT = 6, 4  # the newest release whose rocprofv3 does not tell its own
 EXECUTABLES = {"rocprofv3": "rocprofv3", "rocprof-compute": "rocprof-compute", "rocprof-sys": "rocprof-sys-sample"}
+HELP = {"rocprofv3": ["--help"], "rocprof-compute": "profile --experimental --help".split(), "rocprof-sys": ["--help"]}
 
 
 def dotted(release):
@@ -137,12 +138,26 @@ class Tool(NamedTuple):
         executable = EXECUTABLES[self.name]
         return [executable if shutil.which(executable, path=search_path()) == self.path else self.path]
 
-    def has_option(self, option, since, *help_words):
-        """Tell whether its help names an option; if it is not installed, whether its release has it."""
-        if not self.is_installed:
-            return self.release >= since
-        command = [*self.launch, *help_words, "--help"]
-        return option in subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace").stdout
+    def knows(self, word, since, until=(99,)):
+        """Tell whether its help has a word, such as an option: releases do not say what their builds can do.
+
+        Where there is no help, as in a dry run without the tool, those from since on, and before until, know it.
+        """
+        text = help_of(self)
+        return word in text if text else since <= self.release < until
+
+
+@functools.cache
+def help_of(tool):
+    """Return the help of a Tool, or "" if it has none to tell."""
+    if not tool.is_installed:
+        return ""
+    command, pipes = [*tool.launch, *HELP[tool.name]], dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=30, text=True, errors="replace", **pipes)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if "usage" in done.stdout.lower() else ""  # and not the error of a tool that lacks a package
 
 
 def core_of(path):

@@ -19,6 +19,7 @@ def stop(message):
 def parse(arguments):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = stop
+    parser.add_argument("--help", action="help")
     for option in ("-T", "-P", "-H", "-D"):
         parser.add_argument(option, action="store_true")
     for option in ("-o", "-f"):
@@ -51,6 +52,8 @@ def run(program):
 
 def main():
     arguments = sys.argv[1:]
+    if arguments == ["--help"]:
+        parse(arguments)
     if "--" not in arguments:
         sys.exit(255)  # the whole line is taken for a command
     cut = arguments.index("--")

@@ -1,5 +1,6 @@
 """The profiling scripts against fakes of the profilers of ROCm 6.4 to 10.1, and of ncu."""
 
+import functools
 import itertools
 import os
 import re
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from profilers.readers import read_dispatches
+from profilers.rocm import EXECUTABLES, release_in
 from tests.fakes.machine import FOLDERS, ROOT, first_fast
 from tests.profilers.conftest import GUIDE
 from tiny_llama.launchers import LAUNCHERS
@@ -33,6 +35,10 @@ def one_file(machine, pattern):
     (path,) = machine.work.rglob(pattern)
     assert path.stat().st_size
     return path
+
+
+def run_for_a_second(run, *words, timeout=None, **keywords):
+    return run(*words, timeout=timeout and 1, **keywords)
 
 
 def executable(path, text):
@@ -554,7 +560,7 @@ def test_no_profiler_outlives_a_script_that_is_killed(interruptible_machine, num
     machine = interruptible_machine.with_rocm("7.0")
     profiler = "trap '' TERM; sleep 60 & echo tiny llama: $$ $!; wait"
     executable(machine.folder / "rocm" / "bin" / "rocprofv3", f"#!/bin/sh\n{profiler}\n")
-    code, *_ = machine.interrupt("get_trace.sh", *numbers)
+    code, *_ = machine.interrupt("get_hotspots.sh", *numbers)
     assert code == -signal.SIGKILL and (machine.work / "out" / "INCOMPLETE").exists()
     (pids,) = re.findall(r"^tiny llama: (\d+ \d+)$", (machine.work / "out" / "log.txt").read_text(), re.M)
     command, deadline = ["ps", "-o", "stat=", "-p", pids], time.monotonic() + 10
@@ -640,6 +646,38 @@ def test_what_each_release_is_asked_for(machine, release, counters, library, sys
     assert (" --output-format csv pftrace rocpd -d " in line("get_trace.sh")) == (counters == "rocpd")
     assert ("--rocprofiler-sdk-library-path" in line("get_rocprof_compute.sh")) == library
     assert f"rocprof-sys-sample {system} " in line("get_rocprof_sys.sh")
+
+
+@pytest.mark.parametrize("script, told, build, given", [
+    ("get_rocprof_compute.sh", "7.2", "7.12", "--rocprofiler-sdk-library-path"),
+    ("get_rocprof_compute.sh", "7.12", "7.2", "--rocprofiler-sdk-library-path"),
+    ("get_rocprof_sys.sh", "7.12", "7.14", "--output-format"),
+    ("get_rocprof_sys.sh", "7.14", "7.12", "--output-format"),
+    ("get_trace.sh", "6.4", "7.0", "rocpd"), ("get_trace.sh", "7.0", "6.4", "rocpd"),
+    ("get_counters.sh", "6.4", "7.0", "rocpd"), ("get_counters.sh", "7.0", "6.4", "rocpd"),
+])  # fmt: skip
+def test_a_build_between_two_releases_is_asked_by_its_help(machine, script, told, build, given):
+    """Once: rocprof-compute takes seconds. What it does not know would end it."""
+    machine.with_rocm(build)
+    (machine.folder / "rocm" / ".info" / "version").write_text(f"{told}.0-1\n")
+    name = EXECUTABLES[TOOLS[script]]
+    path = machine.folder / "rocm" / "bin" / name
+    path.rename(path.with_name("real"))
+    executable(path, f'#!/bin/sh\necho "$*" >> {machine.folder}/calls\nexec {path.with_name("real")} "$@"\n')
+    run = machine.run(script, "--output", "out")
+    calls = (machine.folder / "calls").read_text().splitlines()
+    assert run.code == 0 and [call.endswith("--help") for call in calls].count(True) == 1
+    before = "7.12" if "library" in given else "7.14" if given.startswith("--") else "7.0"
+    is_new = release_in(build) >= release_in(before)
+    assert any(f"{given} " in call for call in calls) == (is_new != ("library" in given))
+
+
+@pytest.mark.parametrize("text", ["echo no package; exit 1", "sleep 60 & wait"])
+def test_a_tool_without_help_is_taken_by_its_release(machine, text, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", functools.partial(run_for_a_second, subprocess.run))
+    machine.with_rocm("7.1")
+    executable(machine.folder / "rocm" / "bin" / "rocprofv3", f"#!/bin/sh\n{text}\n")
+    assert " --output-format csv pftrace rocpd " in machine.run("get_trace.sh", "--dry-run").out
 
 
 # --- the guide
