@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-OLDEST = 6, 3  # the profilers of older releases lack options that are used here
+OLDEST = 6, 4  # that is supported, and the only one whose rocprofv3 does not tell its release
 ASSUMED = "10.0"  # in a dry run without ROCm
-SILENT = 6, 4  # the newest release whose rocprofv3 does not tell its own
 EXECUTABLES = {"rocprofv3": "rocprofv3", "rocprof-compute": "rocprof-compute", "rocprof-sys": "rocprof-sys-sample"}
 HELP = {"rocprofv3": ["--help"], "rocprof-compute": "profile --experimental --help".split(), "rocprof-sys": ["--help"]}
 
@@ -102,7 +101,7 @@ def release_of(path):
     command = [rocprofv3_beside(path) or "false", "--version"]
     answer = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True).stdout
     told = re.search(r"^ *rocm_version: *(.*)", answer, re.MULTILINE)
-    return release_in(told[1]) if told else SILENT
+    return release_in(told[1]) if told else OLDEST
 
 
 def architectures():
@@ -190,7 +189,7 @@ def find(name, given=None):
         if build == f"rocm {dotted(tool.release)}":
             return tool._replace(why="of the release of this PyTorch")
         first = first or tool
-    release = release_in(os.environ.get("ROCM_VERSION") or ASSUMED) or SILENT
+    release = release_in(os.environ.get("ROCM_VERSION") or ASSUMED) or OLDEST
     return first or Tool(name, EXECUTABLES[name], release, "which is not installed here")
 
 
@@ -204,9 +203,9 @@ def obstacle_of(tool, build):
 
 def lack_of(tool):
     if not tool.is_installed:
-        return "is not installed or not on PATH (module load rocm, or add the bin folder of ROCm 6.3 or newer)"
+        return "is not installed or not on PATH (module load rocm, or add the bin folder of ROCm 6.4 or newer)"
     if tool.release < OLDEST:
-        return f"is of ROCm {dotted(tool.release)}, and lacks options that are used here: load ROCm 6.3 or newer"
+        return f"is of ROCm {dotted(tool.release)}, and lacks options that are used here: load ROCm 6.4 or newer"
     return None
 
 

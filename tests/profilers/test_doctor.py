@@ -211,8 +211,8 @@ def test_access(here, monkeypatch):
 @pytest.mark.parametrize("release, level, told", [
     ("6.4.1", "OK", "rocprofv3, ROCm 6.4, of the release of this PyTorch"),
     ("6.4.139", "WARN", "rocprofv3: import triton fails under it, exit status 139: no output. Try"),
-    ("6.2.4", "WARN", "is of ROCm 6.2, and lacks options that are used here: load ROCm 6.3"),
-    ("6.3.0", "WARN", "rocprofv3 is of 6.3: it may record nothing"),
+    ("6.3.4", "WARN", "is of ROCm 6.3, and lacks options that are used here: load ROCm 6.4"),
+    ("7.0.0", "WARN", "rocprofv3 is of 7.0: it may record nothing"),
     ("10.0.0", "WARN", "two ROCm installations. PyTorch brings ROCm 6.4, rocprofv3 is of 10.0"),
 ])  # fmt: skip
 def test_profilers(here, monkeypatch, release, level, told):
