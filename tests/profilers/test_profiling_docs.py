@@ -38,7 +38,7 @@ def test_files_and_messages_exist():
     code = "".join(path.read_text() for path in (ROOT / "profilers").glob("*.py"))
     table = GUIDE.split("## When something fails")[1].split("\n\n")[1]
     messages = re.findall(r"^\| `([^`]*)` \|", table, flags=re.M)
-    assert len(messages) == 14
+    assert len(messages) == 16
     for message in messages:
         for part in message.replace("/dev/kfd", "{device}").split("…"):
             assert part in code, message
