@@ -39,8 +39,10 @@ EXPLANATIONS = {
     "load the one PyTorch was built for",
     r"ERR_NVGPUCTRPERM": "the driver lets only an administrator read GPU counters: run as root, or set "
     "NVreg_RestrictProfilingToAdminUsers=0",
-    r"package was not found|ModuleNotFoundError|does not meet version requirements": "a Python package is missing (see "
-    "the log): for rocprof-compute, pip install -r its requirements.txt in a venv of its own",
+    r"package was not found|does not meet version requirements": "rocprof-compute lacks a Python package (see the "
+    "log): pip install -r its requirements.txt in a venv of its own",
+    r"ModuleNotFoundError: No module named '(\w+)": "Python has no module {0}: if the program needs it, {python} -m "
+    "pip install {0}; if rocprof-compute does, pip install -r its requirements.txt in a venv of its own",
     r"unrecognized arguments|Unrecognized command line option": "{tool} of this release has no such option: its own "
     "--help lists those that it has",
     r"Unable to find all counters": "this GPU, or this release, does not know them (rocprofv3 -L lists those that it "
@@ -358,8 +360,10 @@ class Recording:
     def complaint(self):
         """Return what the profiler or the program complained of in the last command, with the remedy, or None."""
         output = self.last_output()
-        meanings = (meaning for words, meaning in EXPLANATIONS.items() if re.search(words, output, re.MULTILINE))
-        return next((meaning.format(tool=self.tool) for meaning in meanings), None)
+        for words, meaning in EXPLANATIONS.items():
+            if match := re.search(words, output, re.MULTILINE):
+                return meaning.format(*match.groups(), tool=self.tool, python=rocm.python())
+        return None
 
     def why_nothing(self):
         """Yield the likely reasons for a recording without kernels after a status of 0, each with its remedy."""

@@ -129,6 +129,14 @@ def test_the_status_of_the_program_comes_back(own, script):
     assert run.code == 7 and "ended with status 7" in run.err and own.results() == ["out.failed"]
 
 
+@pytest.mark.parametrize("script", ["get_hotspots.sh", "get_rocprof_compute.sh"])
+def test_a_module_that_the_program_lacks_is_named(own, script):
+    (own.work / "programs" / "own.py").write_text("import no_such_module")
+    run = record(own.with_rocm("7.0"), script)
+    told = f"no module no_such_module: if the program needs it, {own.env['PYTHON']} -m pip install no_such_module; if"
+    assert run.code == 1 and told in run.err and own.results() == ["out.failed"]
+
+
 @pytest.mark.parametrize("words, told", [
     (["--program", "no/such.py"], "--program no/such.py cannot be read (No such file or directory): give a file"),
     (["--program", "programs"], "--program programs cannot be read (Is a directory): give a file"),
