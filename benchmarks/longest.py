@@ -10,6 +10,7 @@ gradients and the moments. Lengths are multiples of 1,024. README.md in this fol
 Exit codes: 0 done, 2 the request cannot be met, 130 interrupted.
 """
 
+import functools
 import sys
 
 import torch
@@ -56,7 +57,7 @@ def longest(fits, guess):
 
 
 def peak_memory(row, units, device):
-    """Return the peak memory of a step of a Row in bytes; None if it does not fit."""
+    """Return what PyTorch's allocator reserves for steps of a Row, in bytes at most; None if it cannot."""
     shape = SHAPES[MODEL] | dict(batch_size=1, seq_len=units * UNIT)
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -64,25 +65,27 @@ def peak_memory(row, units, device):
         for _ in range(2):
             step.run()
         synchronize(device)
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_reserved()
     except torch.OutOfMemoryError:
         return None
 
 
-def measure(row, gibibytes, device):
-    """Return the fields of a Row in a memory of so many GiB."""
+def measure(row, gibibytes, device, peaks):
+    """Return the fields of a Row in a memory of so many GiB; peaks: {units: bytes} that is known of it, which grows."""
     limit, total = gibibytes * 2**30 - DRIVER, torch.cuda.get_device_properties(device).total_memory
     if limit > total:
         raise Unavailable(f"needs a card of {gibibytes} GiB")
     torch.cuda.set_per_process_memory_fraction(limit / total)
-    peaks = {}
 
     def fits(units):
-        if units not in peaks:
-            peaks[units] = peak_memory(row, units, device)
+        if peaks.get(units, limit + 1) > limit:  # unknown, or more than it would have to be
+            peak = peak_memory(row, units, device)
             harness.release_all(device)
-            print(f"    {row.name}: {units * UNIT:,} tokens {'fit' if peaks[units] else 'do not fit'}", flush=True)
-        return peaks[units] is not None
+            print(f"    {row.name}: {units * UNIT:,} tokens {'do not fit' if peak is None else 'fit'}", flush=True)
+            if peak is None:
+                return False
+            peaks[units] = peak
+        return True
 
     # Memory grows linearly with the length where attention keeps no matrix: two short ones tell about where it ends.
     first, second = GUESSED_FROM
@@ -90,7 +93,7 @@ def measure(row, gibibytes, device):
     if fits(first) and fits(second):
         guess = second + int((limit - peaks[second]) / ((peaks[second] - peaks[first]) / (second - first)))
     most = longest(fits, guess)
-    return {"tokens": most * UNIT, "peak_memory_mib": peaks[most] / 2**20 if most else None}
+    return {"tokens": most * UNIT, "reserved_mib": peaks[most] / 2**20 if most else None}
 
 
 def parse(argv):
@@ -107,13 +110,14 @@ def main(argv):
         raise llama.UsageError("the memory of a GPU is measured, and the device is a CPU: use a machine with a GPU")
     torch.set_float32_matmul_precision("highest")
     shape = SHAPES[MODEL] | {"batch_size": 1}
-    fields = dict(peers=versions("transformers"), model=MODEL, shape=shape, memory={})
+    fields = dict(peers=versions("transformers"), model=MODEL, shape=shape)
     run = harness.Run("longest", argv, options, device, **fields)
-    for gibibytes in options.memory:
-        rows = run.result["memory"][str(gibibytes)] = {}
-        for row in map(Row.named, sum(options.rows, [])):
-            outcome = run.attempt(lambda row=row, gibibytes=gibibytes: measure(row, gibibytes, device))
-            rows[row.name] = row._asdict() | outcome
+    run.result["memory"] = {str(gibibytes): {} for gibibytes in options.memory}
+    for row in map(Row.named, sum(options.rows, [])):
+        peaks = {}
+        for gibibytes in options.memory:
+            outcome = run.attempt(functools.partial(measure, row, gibibytes, device, peaks))
+            run.result["memory"][str(gibibytes)][row.name] = row._asdict() | outcome
             print(f"{gibibytes} GiB {row.name:18} {outcome['error'] or format(outcome['tokens'], ',')}", flush=True)
             run.save()
     return run.finish()

@@ -1,6 +1,7 @@
 """benchmarks.longest: the search finds the longest length from any guess, in few tries."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,20 +23,42 @@ def test_the_search_finds_the_largest_number_that_fits(guess):
         assert guess != largest or len(tried) == 2, "a right guess needs one more try"
 
 
-def test_what_does_not_fit_at_all_has_no_length(monkeypatch):
-    """As a limit below what the weights take; a length that raises another error is no answer."""
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": 2**40}))
+@pytest.fixture
+def reserved(monkeypatch):
+    """Call it with {units: bytes that a step reserves}, on a card of 1 TiB; return the units that were tried."""
+    limits, tried = [], []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
     monkeypatch.setattr(longest.harness, "release_all", lambda device: None)
-    row, device = longest.Row.named("sdpa"), torch.device("cpu")
-    monkeypatch.setattr(longest, "peak_memory", lambda row, units, device: None)
-    assert longest.measure(row, 24, device) == {"tokens": 0, "peak_memory_mib": None}
-    # 1 GiB of weights and 2 of each 1,024 tokens: 11 of them fill 23 GiB.
-    gib = lambda units: (1 + 2 * units) * 2**30  # noqa: E731
-    monkeypatch.setattr(longest, "peak_memory", lambda row, units, device: gib(units) if units < 12 else None)
-    assert longest.measure(row, 24, device) == {"tokens": 11 * 1024, "peak_memory_mib": 23 * 1024}
+
+    def give(needed):
+        def peak_memory(row, units, device):
+            tried.append(units)
+            return needed(units) if needed(units) <= limits[-1] * 2**40 else None
+
+        monkeypatch.setattr(longest, "peak_memory", peak_memory)
+        return tried
+
+    return give
+
+
+SDPA = longest.Row.named("sdpa")
+
+
+def test_what_does_not_fit_at_all_has_no_length(reserved):
+    reserved(lambda units: 2**39)
+    assert longest.measure(SDPA, 24, "cuda", {}) == {"tokens": 0, "reserved_mib": None}
     with pytest.raises(longest.Unavailable, match="needs a card of 2000 GiB"):
-        longest.measure(row, 2000, device)
+        longest.measure(SDPA, 2000, "cuda", {})
+
+
+def test_what_is_known_of_one_memory_is_not_tried_again_in_a_larger_one(reserved):
+    """1 GiB of weights and 2 of each 1,024 tokens: 11 of them fill 23 GiB, and 39 fill 79."""
+    tried = reserved(lambda units: (1 + 2 * units) * 2**30)
+    peaks = {}
+    assert longest.measure(SDPA, 24, "cuda", peaks) == {"tokens": 11 * 1024, "reserved_mib": 23 * 1024}
+    assert longest.measure(SDPA, 80, "cuda", peaks) == {"tokens": 39 * 1024, "reserved_mib": 79 * 1024}
+    assert tried == [4, 8, 11, 12, 39, 40]
 
 
 @pytest.mark.gpu
