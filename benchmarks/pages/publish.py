@@ -25,6 +25,7 @@ import tiny_llama_v3 as llama
 from benchmarks.pages import (
     compiled,
     emulated,
+    front,
     kernel_costs,
     kernel_tables,
     pictures,
@@ -58,7 +59,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "fp8-speed": training_steps.fp8_speed_section,
     "fp8-layer": kernel_tables.fp8_layer_section,
     "training": training_runs.training_section,
-    "front": training_steps.front_section,
+    "front": front.front_section,
     "published": replays.published_section,
     "claims": replays.claims_section,
     "others": emulated.others_section,

@@ -19,9 +19,8 @@ from benchmarks.pages.long_table import (
 )
 from benchmarks.steps import comparison_table, is_fp8
 from measure.results import recorded_config
-from measure.tables import NOT_MEASURED, markdown_table, number
+from measure.tables import markdown_table, number
 from measure.work import SWEEPS
-from tiny_llama import hardware
 
 STEPS = "steps", "sizes {size} rows {row}"
 OURS = "triton graph"
@@ -238,37 +237,7 @@ def fp8_speed_section(rows):
     return paragraphs(markdown(table), provenance(rows))
 
 
-def front_row(size, rows):
-    """Return the texts of ours and of the strongest peer at a size, on the front page."""
-    named = rows.set_index("row")
-    (peer,) = strongest_peer(rows)
-    theirs, config = named.loc[peer], rows["config"].iloc[0]
-    weights = hardware.count_matrix_weights(recorded_config(config)) / 1e6
-    ratio = comparisons(rows)[OURS, peer]["time_ratio"]
-    with_ours = named["ratio median"].get(WITH_OUR_OPTIMIZER, 0)
-    memory = named["peak_memory_mib"].map(whole)
-    return {
-        "**ours** / strongest peer": f"**{size}**: {config['batch_size']} x {config['seq_len']:,} tokens, "
-        f"{number(weights)} M weights",
-        "ms a step": f"**{number(theirs['ours'])}** / {number(theirs['ms median'])}",
-        "ratio": f"**{ratio:.2f}**",
-        "with our AdamW": f"{with_ours:.2f}" if with_ours > 0 else "not measured",
-        "peak memory, MiB": f"**{memory[OURS]}** / {memory[peer]}",
-        "which peer": f"`{peer}`",
-    }
-
-
 def complete_sizes(folder):
     """Return {size: rows} of the first device's complete sizes."""
     sizes = sizes_in_bf16(first_device(long_table(folder, *STEPS)))
     return {size: rows for size, rows in sizes if is_complete(rows)}
-
-
-def front_section(folder):
-    sizes = complete_sizes(folder)
-    if not sizes:
-        return NOT_MEASURED
-    table = pd.DataFrame([front_row(*item) for item in sizes.items()])
-    device = next(iter(sizes.values()))["device"].iloc[0]
-    files = "[the other rows, files and commits](docs/measured.md#training-steps)"
-    return paragraphs(markdown(table), f"Measured on one {device}: {files}.")
