@@ -286,7 +286,7 @@ def test_a_row_is_an_implementation_and_how_it_is_run(name, row):
 
 def test_each_group_has_the_anchor_and_what_it_is_timed_against():
     for name, rows in steps.GROUPS.items():
-        anchors = {"triton"} if name == "eager" else {"triton graph", "sdpa compile graph"}
+        anchors = {"triton", "sdpa compile"} if name == "eager" else {"triton graph", "sdpa compile graph"}
         assert anchors <= {*rows} and steps.rows_of(name) == rows
     assert all(row.implementation in steps.IMPLEMENTATIONS for row in steps.ROWS.values())
 
