@@ -58,6 +58,7 @@ def observed_by(*observers):
     execute, dot = executor_type.__call__, builder_type.create_dot
     load, store = builder_type.create_masked_load, builder_type.create_masked_store
     read_modify_write, compare_and_swap = builder_type.create_atomic_rmw, builder_type.create_atomic_cas
+    splat = builder_type.create_splat
 
     def tell(event, *what):
         for observer in observers:
@@ -100,12 +101,20 @@ def observed_by(*observers):
         tell("dot", product)
         return dot(builder, *product.sides, c, precision, *rest, **named)
 
+    def splat_of_truth(builder, *args):
+        # The interpreter takes a comparison of numbers for a number, and a block of that is no mask.
+        for arg in args:
+            if isinstance(arg, interpreter.TensorHandle) and arg.data.dtype == bool:
+                arg.dtype = tl.int1
+        return splat(builder, *args)
+
     patch = mock.patch.multiple
     with (
         patch(executor_type, __call__=observed_execute),
         patch(builder_type, create_masked_load=observed_load, create_masked_store=observed_store),
         patch(builder_type, create_atomic_rmw=observed_read_modify_write),
         patch(builder_type, create_atomic_cas=observed_compare_and_swap, create_dot=observed_dot),
+        patch(builder_type, create_splat=splat_of_truth),
     ):
         yield
 

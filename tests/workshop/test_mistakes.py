@@ -58,6 +58,8 @@ TILE_OF_DESCRIPTOR = (
     ("puzzles", "grid_copy_kernel", GRID_COPY, BY_DESCRIPTORS + GRID_COPY),
     ("puzzles", "multiply_tile", TILE, TILE_OF_DESCRIPTOR),
     ("puzzles", "row_max_kernel", "row, largest)", 'row, float("-inf"))\n    tl.atomic_max(y_ptr + row, largest)'),
+    # A mask may hold a condition of the whole program.
+    ("puzzles", "rope_kernel", "mask = pair < half", "mask = (pair < half) & (row >= 0)"),
     ("exercise2", "silu_mul_kernel", "tl.sigmoid(gate)", "(1 / (1 + tl.exp(-gate)))"),
     ("exercise3", "attention_gradients", ".masked_fill(future, 0.0)", ".tril()"),
     ("exercise3", "attention_kernel", "p.to(v.dtype), v,", "p, v.to(tl.float32),"),
