@@ -87,22 +87,28 @@ def piece(hint):
 
 
 class Races(Observer):
-    """Find out what a program does first with what another one has stored. Atomic operations are not seen."""
+    """Find out what a program does first with what another one has stored, or has changed by an atomic operation."""
 
     def __init__(self):
         self.found, self.owners = None, {}  # found: "loads" or "stores"
+        self.stale, self.changed = False, {}  # stale: whether a program loads what another one changes as a whole
 
-    def meet(self, verb, access):
-        owners = map(self.owners.get, access.addresses[access.mask].tolist())
-        if not {*owners} <= {None, access.program}:
-            self.found = self.found or verb
+    def meets(self, owners, access):
+        whose = map(owners.get, access.addresses[access.mask].tolist())
+        return not {*whose} <= {None, access.program}
 
     def load(self, access):
-        self.meet("loads", access)
+        if self.meets(self.owners, access):
+            self.found = self.found or "loads"
+        self.stale |= self.meets(self.changed, access)
 
     def store(self, access):
-        self.meet("stores", access)
+        if self.meets(self.owners, access):
+            self.found = self.found or "stores"
         self.owners |= dict.fromkeys(access.addresses[access.mask].tolist(), access.program)
+
+    def atomic(self, access, loads):
+        self.changed |= dict.fromkeys(access.addresses[access.mask].tolist(), access.program)
 
 
 class Outside(Observer):
@@ -140,12 +146,16 @@ def result_of(call, name, *observers):
 
 @piece("each token adds 1 to the count of its expert, in whatever block it is; lanes beyond the end add nothing")
 def count_tokens_kernel(module):
-    chosen, races = torch.randint(0, 8, (300,)), Races()
+    # The last experts are chosen once by a block, or never.
+    chosen, races = (8 * torch.rand(300) ** 3).long(), Races()
     call = functools.partial(module.tokens_per_expert, chosen, 8)
-    counts = result_of(call, "count_tokens_kernel", races)
+    with unchanged(chosen=chosen):
+        counts = result_of(call, "count_tokens_kernel", races)
     told = f"a program {races.found} what another one has stored"
     expect(not races.found, told, "which of them comes first?")
     yield {"the number of tokens": counts}
+    told = "a program loads what another one changes by an atomic operation"
+    expect(not races.stale, told, "what if that happens between this load and what the program does with it?")
     expect_from(call, module, "count_tokens_kernel", counts)
 
 
@@ -154,7 +164,8 @@ def count_tokens_kernel(module):
 )
 def spectral_linear(module):
     x, weight, left = randn(3, 6), randn(4, 6).requires_grad_(), randn(4)
-    out, better = module.spectral_linear(x, weight, left)
+    with unchanged(x=x, weight=weight, left=left):
+        out, better = module.spectral_linear(x, weight, left)
     expect(out.requires_grad, "the weight receives no gradient", CUT)
     (out * randn(*out.shape)).sum().backward()
     expect(weight.grad is not None, "the weight receives no gradient", CUT)
@@ -227,9 +238,12 @@ def accumulate_gradients(module):
     model = torch.nn.Embedding(11, 11)
     batches = [torch.randint(0, 11, (2, *size)).unbind() for size in ((2, 9), (1, 4), (3, 2))]
     batches[0][1][:, 5:] = -100
+    model.weight.grad = randn(11, 11) / 10  # of batches before these
     loss = module.accumulate_gradients(model, batches)
     expect(model.weight.grad is not None, "the weights receive no gradient", "where does the way to the loss end?")
     yield {"the gradient": model.weight.grad, "the loss": torch.as_tensor(loss)}
+    graph = "the returned loss still has its graph"
+    expect(not getattr(loss, "requires_grad", False), graph, "it keeps memory of all batches: .item() or .detach()")
 
 
 TASKS = tasks_of(

@@ -258,7 +258,7 @@ def clock(program):
             got = program.clock(machine.step, 20)
         expect_several(got, "ms", "losses")
         fact = f"clock(step, 20) calls step {machine.calls} times and returns {len(got[1])} losses"
-        expect(machine.calls == len(got[1]) >= 20, fact, "each call is a step of the training: train() needs all of them")
+        expect(machine.calls == len(got[1]) >= 20, fact, "each call trains: train() needs the loss of all")
         who = "a device that works on when step() has returned" if has_device else "a CPU"
         busy = f"{who} is busy for {Machine.FIRST} ms in the first call and for 20 to 24 ms in each other one"
         fact = f"{busy}: clock() returns {float(got[0]):.2f} ms a step"
