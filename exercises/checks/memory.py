@@ -44,6 +44,7 @@ class Watch(Observer):
         self.undefined = None  # the line of the first load whose mask leaves out what has no `other`
         self.known = np.unique(np.concatenate([addresses(tensor) for tensor in tensors.values()]))
         self.owner = np.full(len(self.known), -1)  # the number of the program that stored an element last
+        self.stored_by = np.zeros(len(self.known), dtype=int)  # the line that did
         self.traces = {}  # for each verb and tensor, a number that tells apart all accesses until now
         # For each (line, verb, tensor): of each program the offsets that it touches in elements, their lanes, and what
         # its mask leaves out.
@@ -128,12 +129,16 @@ class Watch(Observer):
         others = (self.owner[indices] >= 0) & (self.owner[indices] != program)
         if others.any():
             first, whose = self.owner[indices][others][0], "what" if others.all() else "part of what"
+            line = self.stored_by[indices][others][0]
+            # The line that is found may be right, and an earlier one have stored too much.
+            where = "there" if line == self.line() else f"there by line {line}"
             self.tell(
                 f"stores in {name} for program {self.shown(program)} {whose} program {self.shown(first)} has stored "
-                "there, but an element belongs to one program",
+                f"{where}, but an element belongs to one program",
                 self.share,
             )
         self.owner[indices] = program
+        self.stored_by[indices] = self.line()
 
     def owners(self, name):
         """Return the number of the program that stored each element of a tensor last."""

@@ -302,6 +302,15 @@ def test_other_is_missed_only_where_the_result_depends_on_it(old, new, told, min
     assert told in said(capsys)
 
 
+@pytest.mark.skipif(ON_GPU, reason="what two programs store is looked for in the interpreter")
+def test_a_store_that_reaches_into_another_row_is_told_beside_the_one_that_is_right(mine, capsys):
+    code = solution_of("puzzles").replace("x2 * cos + x1 * sin, mask=mask)", "x2 * cos + x1 * sin)")
+    first, second = (code[: code.index(each)].count("\n") + 1 for each in ("x1 * cos - x2", "x1 * sin)"))
+    assert mine("puzzles", code, "--task", "rope_kernel") == 1
+    told = f"line {first} stores in y for program 1 what program 0 has stored there by line {second}, but an element"
+    assert told in said(capsys)
+
+
 @pytest.mark.skipif(ON_GPU, reason="the compiler's error is another one")
 def test_a_mask_without_parentheses_is_told(mine, capsys):
     right, wrong = "(rows < n_rows)[:, None]", "rows < n_rows[:, None]"
