@@ -91,7 +91,7 @@ class Races(Observer):
 
     def __init__(self):
         self.found, self.owners = None, {}  # found: "loads" or "stores"
-        self.stale, self.changed = False, {}  # stale: whether a program loads what another one changes as a whole
+        self.stale, self.changed = False, {}  # stale: whether a program loads or replaces what another one changes
 
     def meets(self, owners, access):
         whose = map(owners.get, access.addresses[access.mask].tolist())
@@ -108,7 +108,10 @@ class Races(Observer):
         self.owners |= dict.fromkeys(access.addresses[access.mask].tolist(), access.program)
 
     def atomic(self, access, loads):
-        self.changed |= dict.fromkeys(access.addresses[access.mask].tolist(), access.program)
+        self.stale |= not loads and self.meets(self.changed, access)
+        for address in access.addresses[access.mask].tolist():
+            first = self.changed.setdefault(address, access.program)
+            self.changed[address] = first if first == access.program else "several"
 
 
 class Outside(Observer):
@@ -154,8 +157,8 @@ def count_tokens_kernel(module):
     told = f"a program {races.found} what another one has stored"
     expect(not races.found, told, "which of them comes first?")
     yield {"the number of tokens": counts}
-    told = "a program loads what another one changes by an atomic operation"
-    expect(not races.stale, told, "what if that happens between this load and what the program does with it?")
+    told = "a program loads or replaces what another one changes by an atomic operation"
+    expect(not races.stale, told, "what if that happens between the load and the store?")
     expect_from(call, module, "count_tokens_kernel", counts)
 
 
