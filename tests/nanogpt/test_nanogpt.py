@@ -583,6 +583,7 @@ def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path, monkeypatch, wrong
 def test_an_evaluation_alone_writes_nothing(run, trained, monkeypatch):
     """Nor does a run that is ended at once."""
     before = (trained / checkpoint.NAME).read_bytes()
+    monkeypatch.setenv("FLUX_TASK_RANK", "0")
     monkeypatch.setenv("FLUX_JOB_SIZE", "2")
     out = run(out_dir=trained, init_from="resume", eval_only=True)
     assert [*figures(out)] == [("step", 60)] and "Note: FLUX_JOB_SIZE=2, but RANK is not set" in out
