@@ -488,21 +488,6 @@ def test_a_rank_without_a_count_has_a_folder_too(machine, rank):
         assert run.code == 0 and f"{machine.work}/out/rank_{number}" in run.out
 
 
-def test_ranks_are_those_of_the_inner_launcher(machine):
-    """mpirun of Open MPI has its daemons started by srun, one on each node."""
-    for number in "01":
-        outer, inner = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-        ranks = dict(zip(outer, "02", strict=True)) | dict(zip(inner, (number, "2"), strict=True))
-        run = machine.run("get_hotspots.sh", "--output", "out", **ranks)
-        assert run.code == 0 and f"Results: {machine.work}/out/rank_{number}\n" in run.out
-
-
-def test_the_shell_of_srun_is_one_process(machine):
-    counts = dict(SLURM_PTY_PORT="7", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
-    run = machine.run("get_hotspots.sh", "--tool", "torch", "--dry-run", **counts)
-    assert run.code == 0 and "rank_" not in run.out
-
-
 def test_only_some_ranks_are_recorded(machine):
     """rocprofv3 does not know the variables of torchrun; a process that is left out runs as often as the others."""
     asked = "get_counters.sh", "--pmc", "SQ_WAVES", "--output", "out", "--", "--", "--profile-mpi-ranks=1,3-5"
