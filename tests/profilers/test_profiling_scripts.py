@@ -494,15 +494,6 @@ def test_only_some_ranks_are_recorded(machine):
         assert ("Kernels of 3 steps" in run.out) == ("leaves this process out" not in run.out) == (number == "1")
 
 
-def test_all_ranks_in_one_table(machine):
-    for number in ("0", "1"):
-        run = machine.with_torch().run("get_hotspots.sh", "--output", "my out", RANK=number, WORLD_SIZE="2")
-        assert run.code == 0 and f"Results: {machine.work}/my out/rank_{number}\n" in run.out
-    (command,) = re.findall(r"^All processes in one table: (.*)$", run.out, flags=re.M)
-    done = subprocess.run(command, shell=True, cwd=machine.folder, env=machine.env, capture_output=True, text=True)
-    assert re.search(r"^Kernels of 6 steps of 2 processes, .* in 19 calls", done.stdout, re.M), done.stderr
-
-
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("rocm", [True, False])
 def test_interrupt_ends_script_and_program(interruptible_machine, number, code, rocm):
