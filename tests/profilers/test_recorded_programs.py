@@ -123,12 +123,6 @@ def test_rocprof_compute_runs_the_program_where_its_files_are(own):
     assert refused.code == 2 and 'cannot pass on "two words"' in refused.err and len(calls(own)) == 3
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_status_of_the_program_comes_back(own, script):
-    run = record(own, script, PROGRAM_STATUS="7")
-    assert run.code == 7 and "ended with status 7" in run.err and own.results() == ["out.failed"]
-
-
 @pytest.mark.parametrize("script", ["get_hotspots.sh", "get_rocprof_compute.sh"])
 def test_a_module_that_the_program_lacks_is_named(own, script):
     (own.work / "programs" / "own.py").write_text("import no_such_module")
