@@ -165,8 +165,11 @@ def times_of(record):
     return {"Start_Timestamp": record.start, "End_Timestamp": record.end}
 
 
-def write_kernel_trace(path, release, dispatches):
+def write_kernel_trace(path, release, dispatches, streams=()):
+    """The kernels; streams: that of each, which ROCm 7 names."""
     rows = [{"Kind": "KERNEL_DISPATCH", "Kernel_Name": d.name} | times_of(d) for d in dispatches]
+    for row, stream in zip(rows, streams, strict=False):
+        row["Stream_Id"] = stream
     write_rows(path, KERNEL_TRACE[release >= (7, 0)], rows)
 
 
@@ -207,37 +210,54 @@ def write_counters(path, dispatches, counters):
 ROCTX_RANGE = "roctxThreadRangeA"
 
 
-def write_rocpd(path, run, counters=()):
-    """A database with the views of rocprofv3 7.0 as tables, and the columns that are read."""
+def write_rocpd(path, run, counters=(), streams=(), **process):
+    """A database with the views of rocprofv3 7.0 as tables, and the columns that are read; one that exists grows.
+
+    process: the guid and the pid of these rows, in columns that databases of several processes have.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     regions = [("MARKER_CORE_RANGE_API", ROCTX_RANGE, json.dumps({"message": r.name}), *r[1:]) for r in run.ranges]
     regions += [("HIP_RUNTIME_API_EXT", call.name, "{}", *call[1:]) for call in run.api_calls]
+    kernels, labels = [(*d, d.duration) for d in run.dispatches], "".join(f", {name}" for name in process)
+    if streams:
+        kernels = [(*kernel, stream) for kernel, stream in zip(kernels, streams, strict=True)]
     values = [(d.name, name, counter_value(name, d), d.start) for d in run.dispatches for name in counters]
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         for table, columns, rows in (
-            ("kernels", 'name, start, "end", duration', [(*d, d.duration) for d in run.dispatches]),
+            ("kernels", 'name, start, "end", duration' + ", stream_id" * bool(streams), kernels),
             ("regions", 'category, name, extdata, start, "end"', regions),
             ("counters_collection", "kernel_name, counter_name, value, start", values),
         ):
-            connection.execute(f"CREATE TABLE {table} ({columns})")
-            marks = ", ".join("?" for _ in columns.split(","))
-            connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns}{labels})")
+            marks = ", ".join("?" for _ in f"{columns}{labels}".split(","))
+            connection.executemany(f"INSERT INTO {table} VALUES ({marks})", [(*r, *process.values()) for r in rows])
 
 
-def write_results_json(path, run):
-    """rocprofv3's own JSON, with the fields that are read. Records have numbers in the place of names."""
+def write_results_json(path, *runs, streams=()):
+    """rocprofv3's own JSON of processes, with the fields that are read. Records have numbers in the place of names."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rocprofiler-sdk-tool": [process_of(run, streams) for run in runs]}))
+
+
+def process_of(run, streams):
     kernels, ranges = (
         [{"start_timestamp": record.start, "end_timestamp": record.end} for record in part]
         for part in (run.dispatches, run.ranges)
     )
+    for n, kernel in enumerate(kernels):
+        kernel |= {"dispatch_info": {"kernel_id": n}} | ({"stream_id": {"handle": streams[n]}} if streams else {})
     symbols = [{"kernel_id": n, "formatted_kernel_name": d.name} for n, d in enumerate(run.dispatches)]
-    process = {
+    return {
         "kernel_symbols": symbols[::-1],  # their place is not their number
         "strings": {"marker_api": [{"key": n, "value": each.name} for n, each in enumerate(run.ranges)]},
         "buffer_records": {
-            "kernel_dispatch": [times | {"dispatch_info": {"kernel_id": n}} for n, times in enumerate(kernels)],
+            "kernel_dispatch": kernels,
             "marker_api": [times | {"correlation_id": {"internal": n}} for n, times in enumerate(ranges)],
         },
     }
-    path.write_text(json.dumps({"rocprofiler-sdk-tool": [process]}))
+
+
+def chrome_trace(*rows):
+    """The text of torch.profiler's trace, with events of these categories, names, times, durations, and threads."""
+    keys = ("cat", "name", "ts", "dur", "tid")
+    return json.dumps({"traceEvents": [{"ph": "X", "tid": 1} | dict(zip(keys, row, strict=False)) for row in rows]})

@@ -17,7 +17,7 @@ from profilers import readers
 from profilers.kernel_names import operation_of, short_name
 from profilers.readers import COLUMNS, Unreadable, files, read_kernels
 from tests.fakes import records
-from tests.fakes.records import Record, Run
+from tests.fakes.records import Record, Run, chrome_trace
 
 RUN = Run(
     # Of a, 10, 30 and 60 ns in two steps, and of b, 99; the warm-up and what runs between the steps are slower.
@@ -33,30 +33,26 @@ OF_THE_STEPS = [["a", 3, 100, 100 / 3, 10000 / 199, 10, 60, pytest.approx(25.166
 OF_THE_RUN = {"a": (4, 900), "between": (1, 100), "b": (1, 99)}
 
 
-def write_recording(prefix, kind, run=RUN, release=(7, 0)):
-    """Kernels and ranges of a process, as rocprofv3 leaves them, or torch.profiler, which records only steps."""
+def write_recording(prefix, kind, run=RUN, release=(7, 0), streams=(), **process):
+    """Kernels and ranges of a process, as rocprofv3 leaves them, or torch.profiler, which records only steps.
+
+    streams: that of each kernel; process: the guid and pid that a database knows.
+    """
     if kind == "db":
-        records.write_rocpd(Path(f"{prefix}_results.db"), run)
+        records.write_rocpd(Path(f"{prefix}_results.db"), run, streams=streams, **process)
     elif kind == "json":
+        kernels = run.in_steps() if run.ranges else run.dispatches
         rows = [("user_annotation", r.name, r.start / 1e3, r.duration / 1e3) for r in run.ranges]
-        rows += [
-            ("kernel", d.name, d.start / 1e3, d.duration / 1e3)
-            for d in (run.in_steps() if run.ranges else run.dispatches)
-        ]
+        rows += [("kernel", d.name, d.start / 1e3, d.duration / 1e3, stream)
+                 for d, stream in zip(kernels, streams or [1] * len(kernels), strict=True)]  # fmt: skip
         Path(prefix).mkdir(parents=True)
         Path(prefix, "trace.json").write_text(chrome_trace(*rows))
     elif kind == "results.json":
-        records.write_results_json(Path(f"{prefix}_results.json"), run)
+        records.write_results_json(Path(f"{prefix}_results.json"), run, streams=streams)
     else:
-        records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), release, run.dispatches)
+        records.write_kernel_trace(Path(f"{prefix}_kernel_trace.csv"), release, run.dispatches, streams)
         if run.ranges:
             records.write_markers(Path(f"{prefix}_marker_api_trace.csv"), release, run.ranges)
-
-
-def chrome_trace(*rows, tid=1):
-    """The text of a trace with events of these categories, names, times and durations."""
-    keys = ("ph", "tid", "cat", "name", "ts", "dur")
-    return json.dumps({"traceEvents": [dict(zip(keys, ("X", tid, *row), strict=True)) for row in rows]})
 
 
 def sums_of(table):
@@ -149,35 +145,6 @@ def change(path, *statements):
 # --- several queues and processes
 
 
-def label(prefix, kind, **labels):
-    """Write labels into a recording: stream=7, or a list with that of each kernel; guid, pid of kernels and ranges."""
-    streams = labels.pop("stream", None)
-    if kind == "db":
-        for column, value in labels.items():
-            change(Path(f"{prefix}_results.db"), *([f"ALTER TABLE {t} ADD {column} DEFAULT {value!r}"]
-                                                   for t in ("kernels", "regions")))  # fmt: skip
-        if streams:
-            change(Path(f"{prefix}_results.db"), ["ALTER TABLE kernels ADD stream_id"],
-                   *(["UPDATE kernels SET stream_id = ? WHERE rowid = ?", stream, row + 1]
-                     for row, stream in enumerate(streams)))  # fmt: skip
-    elif kind == "csv":
-        path = Path(f"{prefix}_kernel_trace.csv")
-        table = pd.read_csv(path).assign(Stream_Id=streams)
-        table.to_csv(path, index=False)
-    else:
-        path = Path(prefix, "trace.json") if kind == "json" else Path(f"{prefix}_results.json")
-        recorded = json.loads(path.read_text())
-        if kind == "json":
-            kernels = [event for event in recorded["traceEvents"] if event["cat"] == "kernel"]
-            for kernel, stream in zip(kernels, streams, strict=True):
-                kernel |= {"pid": 0, "tid": stream}
-        else:
-            kernels = recorded["rocprofiler-sdk-tool"][0]["buffer_records"]["kernel_dispatch"]
-            for kernel, stream in zip(kernels, streams, strict=True):
-                kernel["stream_id"] = {"handle": stream}
-        path.write_text(json.dumps(recorded))
-
-
 KINDS = ["csv", "db", "json", "results.json"]
 STEPS = [Record("step", 10**6 * n, 10**6 * n + 900_000) for n in (2, 3, 4)]
 
@@ -188,38 +155,27 @@ def kernels_of(step, *spans):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spans, us, noted", [
+@pytest.mark.parametrize("spans, us, noted, streams", [
     # The end of a comes 1.6 s late, over b, c and all later steps; or 20 us after b has begun.
-    ([(50, 1.6e6), (130, 200), (210, 280)], {"a": 80, "b": 70, "c": 70}, "3 of 9 kernels last beyond .* 1599.870 ms"),
-    ([(50, 150), (130, 200), (210, 280)], {"a": 80, "b": 70, "c": 70}, "3 of 9 .* 0.020 ms the most"),
+    ([(50, 1.6e6), (130, 200), (210, 280)], {"a": 80, "b": 70, "c": 70}, "3 of 9 kernels last beyond .* 1599.870 ms",
+     [7] * 9),
+    ([(50, 150), (130, 200), (210, 280)], {"a": 80, "b": 70, "c": 70}, "3 of 9 .* 0.020 ms the most", [7] * 9),
     # c began too early, before b; of two with the same stamps the time counts once.
-    ([(50, 120), (130, 200), (60, 280)], {"a": 10, "b": 70, "c": 70}, "6 of 9"),
-    ([(50, 120), (50, 120), (210, 280)], {"a": 0, "b": 70, "c": 70}, "3 of 9"),
-    ([(50, 120), (120, 200), (200, 280)], {"a": 70, "b": 80, "c": 80}, ""),  # one after the other
-    ([(50, 120.02), (120, 200), (210, 280)], {"a": 70, "b": 80, "c": 70}, ""),  # AMD's clocks: 20 ns
-    ([(50, 120), (90, 90), (210, 280)], {"a": 70, "b": 0, "c": 70}, "3 of 9 kernels last 0 ns"),
+    ([(50, 120), (130, 200), (60, 280)], {"a": 10, "b": 70, "c": 70}, "6 of 9", [7] * 9),
+    ([(50, 120), (50, 120), (210, 280)], {"a": 0, "b": 70, "c": 70}, "3 of 9", [7] * 9),
+    ([(50, 120), (120, 200), (200, 280)], {"a": 70, "b": 80, "c": 80}, "", [7] * 9),  # one after the other
+    ([(50, 120.02), (120, 200), (210, 280)], {"a": 70, "b": 80, "c": 70}, "", [7] * 9),  # AMD's clocks: 20 ns
+    ([(50, 120), (90, 90), (210, 280)], {"a": 70, "b": 0, "c": 70}, "3 of 9 kernels last 0 ns", [7] * 9),
+    ([(50, 800), (130, 200), (210, 280)], {"a": 750, "b": 70, "c": 70}, "", [1, 2, 2] * 3),  # which may overlap
 ])  # fmt: skip
-def test_a_kernel_has_no_time_of_the_next_one_of_its_stream(tmp_path, capsys, kind, spans, us, noted):
+def test_a_kernel_has_no_time_of_the_next_one_of_its_stream(tmp_path, capsys, kind, spans, us, noted, streams):
     run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS, [], [])
-    write_recording(tmp_path / "k", kind, run)
-    label(tmp_path / "k", kind, stream=[7] * 9)
+    write_recording(tmp_path / "k", kind, run, streams=streams)
     table, steps, _ = read_kernels(tmp_path)
     assert steps == 3 and sums_of(table) == {name: (3, 3000 * us) for name, us in us.items()}
     assert readers.read_dispatches(tmp_path)["End"].max() < 5 * 10**6  # nor in pictures and figures of a step
     told = capsys.readouterr().err
     assert re.search(noted, told) and told.count("\n") == bool(noted)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_of_two_streams_may_overlap(tmp_path, capsys, kind):
-    run = Run(
-        [kernel for step in STEPS for kernel in kernels_of(step, (50, 800), (130, 200), (210, 280))], STEPS, [], []
-    )
-    write_recording(tmp_path / "k", kind, run)
-    label(tmp_path / "k", kind, stream=[1, 2, 2] * 3)
-    table, *_ = read_kernels(tmp_path)
-    assert sums_of(table) == {"a": (3, 2_250_000), "b": (3, 210_000), "c": (3, 210_000)}
-    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -300,36 +256,20 @@ def test_the_kernels_of_a_profilers_table_are_not_preferred(tmp_path):
 
 def write_merged(path, runs, kind):
     """One file of several processes, as rocpd merges and converts them, or rocprofv3's JSON lists them."""
-    for number, run in enumerate(runs):
-        write_recording(path / f"{number}", kind, run)
-        if kind == "db":
-            label(path / f"{number}", kind, guid=f"g{number}", pid=100 + number)
-    if kind == "db":
-        for number in range(1, len(runs)):
-            statements = (
-                ["ATTACH ? AS other", str(path / f"{number}_results.db")],
-                *([f"INSERT INTO {table} SELECT * FROM other.{table}"] for table in ("kernels", "regions")),
-            )
-            connection = sqlite3.connect(path / "0_results.db")
-            for statement, *values in statements:
-                connection.execute(statement, values)
-            connection.commit()
-            connection.close()
-            (path / f"{number}_results.db").unlink()
-    elif kind == "csv":
+    if kind == "results.json":
+        records.write_results_json(path / "0_results.json", *runs)
+    elif kind == "db":
+        for number, run in enumerate(runs):
+            records.write_rocpd(path / "0_results.db", run, guid=f"g{number}", pid=100 + number)
+    else:
+        for number, run in enumerate(runs):
+            write_recording(path / f"{number}", kind, run)
         for ending in ("kernel_trace.csv", "marker_api_trace.csv"):
             files_of = sorted(path.glob(f"*_{ending}"))
             tables = [pd.read_csv(file).assign(Guid=f"g{number}") for number, file in enumerate(files_of)]
             pd.concat(tables).to_csv(path / f"0_{ending}", index=False)
             for file in files_of[1:]:
                 file.unlink()
-    else:
-        recorded = [json.loads(file.read_text()) for file in sorted(path.glob("*_results.json"))]
-        (path / "0_results.json").write_text(
-            json.dumps({"rocprofiler-sdk-tool": [part["rocprofiler-sdk-tool"][0] for part in recorded]})
-        )
-        for number in range(1, len(runs)):
-            (path / f"{number}_results.json").unlink()
 
 
 @pytest.mark.parametrize("kind", ["csv", "db", "results.json"])
@@ -353,8 +293,7 @@ def test_without_steps_processes_in_one_file_are_counted(tmp_path, kind):
 
 def test_a_process_that_was_merged_and_lies_beside_counts_once(tmp_path, capsys):
     write_merged(tmp_path / "merged", [RUN, RUN.later(5)], "db")
-    write_recording(tmp_path / "rank_0", "db")
-    label(tmp_path / "rank_0", "db", guid="g0", pid=100)
+    write_recording(tmp_path / "rank_0", "db", guid="g0", pid=100)
     assert read_kernels(tmp_path)[1:] == (4, 2)
     assert capsys.readouterr().err.count("it counts once") == 1
 
