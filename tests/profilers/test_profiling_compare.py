@@ -61,17 +61,11 @@ def test_the_steps_of_all_processes_count(tmp_path):
 
 def write_processes(path, *processes):
     """A database of several processes with steps of 100 to 103 us, each process 1 us later than the last one."""
-    path.mkdir()
-    with contextlib.closing(sqlite3.connect(path / "a.db")) as connection, connection:
-        connection.execute('CREATE TABLE kernels (guid, pid, name, start, "end")')
-        connection.execute('CREATE TABLE regions (guid, pid, category, name, extdata, start, "end")')
-        for guid, pid in processes:
-            for n in range(4):
-                start = 10**9 + 10**6 * n + 1000 * pid
-                connection.execute("INSERT INTO kernels VALUES (?, ?, ?, ?, ?)",
-                                   (guid, pid, "rmsnorm_kernel", start, start + 1000 * (100 + n)))  # fmt: skip
-                connection.execute("INSERT INTO regions VALUES (?, ?, ?, ?, ?, ?, ?)",
-                                   (guid, pid, "MARKER", "step", "", start, start + 900_000))  # fmt: skip
+    for guid, pid in processes:
+        starts = [10**9 + 10**6 * n + 1000 * pid for n in range(4)]
+        kernels = [Record("rmsnorm_kernel", start, start + 1000 * (100 + n)) for n, start in enumerate(starts)]
+        ranges = [Record("step", start, start + 900_000) for start in starts]
+        records.write_rocpd(path / "a.db", Run(kernels, ranges, [], []), guid=guid, pid=pid)
 
 
 @pytest.mark.parametrize("processes", [

@@ -1,7 +1,6 @@
 """The pictures of the reports: what is drawn, and that an operation has one colour in all of them."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -45,8 +44,7 @@ def bars_of(axes):
 @pytest.mark.parametrize("name", ["trace.json", "host_7.1700000000.pt.trace.json"])
 def test_a_trace_is_drawn_by_the_name_that_pytorch_gives_it(tmp_path, capsys, name):
     """Other JSON is that of the kernels alone."""
-    event = {"ph": "X", "cat": "kernel", "name": GEMM, "pid": 0, "tid": 7, "ts": 5, "dur": 3}
-    (tmp_path / name).write_text(json.dumps({"traceEvents": [event]}))
+    (tmp_path / name).write_text(records.chrome_trace(("kernel", GEMM, 5, 3)))
     assert plot.main([str(tmp_path / name)]) == 0 and (tmp_path / "kernels.png").exists()
     (tmp_path / name).rename(tmp_path / "profile.json")
     assert plot.main([str(tmp_path / "profile.json")]) == 2
@@ -103,9 +101,7 @@ def test_a_timeline_of_two_processes(tmp_path, capsys):
 
 def test_what_a_cpu_runs_is_not_called_a_kernel_of_a_device(tmp_path):
     events = [("cpu_op", "aten::mm", 10, 20), ("user_annotation", "step", 0, 50), ("user_annotation", "forward", 0, 40)]
-    fields = ("cat", "name", "ts", "dur")
-    trace = [{"ph": "X", "pid": 1, "tid": 1, **dict(zip(fields, event, strict=True))} for event in events]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": trace}))
+    (tmp_path / "trace.json").write_text(records.chrome_trace(*events))
     drawn = plot.pictures_of(tmp_path)
     (axes,) = drawn["timeline.png"].axes
     assert [label for label, *_ in bars_of(axes)] == ["phases (host)", "operators of process 0"]

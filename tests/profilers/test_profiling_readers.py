@@ -364,10 +364,9 @@ def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path):
 
 def test_operators_of_two_threads_count_both(tmp_path):
     """On a CPU an operator within another of its thread is part of it, and one beside it in another thread is not."""
-    rows = [("aten::t", 1, 0, 1), ("aten::linear", 1, 0, 10), ("aten::addmm", 1, 2, 5), ("aten::mm", 2, 3, 4),
-            ("aten::add", 1, 10, 3)]  # fmt: skip
-    events = [{"ph": "X", "cat": "cpu_op", "name": n, "tid": tid, "ts": ts, "dur": dur} for n, tid, ts, dur in rows]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    rows = [("aten::t", 0, 1), ("aten::linear", 0, 10), ("aten::addmm", 2, 5), ("aten::mm", 3, 4, 2),
+            ("aten::add", 10, 3)]  # fmt: skip
+    (tmp_path / "trace.json").write_text(chrome_trace(*(("cpu_op", *row) for row in rows)))
     assert set(read_kernels(tmp_path)[0]["Name"]) == {"aten::linear", "aten::mm", "aten::add"}
 
 

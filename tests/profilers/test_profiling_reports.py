@@ -1,9 +1,7 @@
 """The reports: hot spots, counters, the figures of a step, and the summary of a session."""
 
-import contextlib
 import json
 import math
-import sqlite3
 
 import pandas as pd
 import pytest
@@ -172,19 +170,10 @@ def test_figures_are_means_of_a_step(tmp_path):
 
 def test_launches_by_either_api_of_a_trace_count(tmp_path):
     """PyTorch's own kernels go through the runtime's API, Triton's through the driver's."""
-    calls = [
-        ("cuda_runtime", "cudaLaunchKernel"),
-        ("cuda_driver", "cuLaunchKernelEx"),
-        ("cuda_driver", "cuCtxGetCurrent"),
-    ]
-    events = [
-        ("user_annotation", "step", 1, 9),
-        ("kernel", "k", 4, 2),
-        *((*call, 2 + i, 1) for i, call in enumerate(calls)),
-    ]
-    keys = ("cat", "name", "ts", "dur")
-    events = [{"ph": "X", "tid": 1, **dict(zip(keys, event, strict=True))} for event in events]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    calls = "cuda_runtime cudaLaunchKernel", "cuda_driver cuLaunchKernelEx", "cuda_driver cuCtxGetCurrent"
+    events = [("user_annotation", "step", 1, 9), ("kernel", "k", 4, 2)]
+    events += [(*call.split(), 2 + i, 1) for i, call in enumerate(calls)]
+    (tmp_path / "trace.json").write_text(records.chrome_trace(*events))
     found = timeline.step_figures(tmp_path)
     assert (found["steps"], found["launches"], found["launch_us"]) == (1, 2, 2.0)
 
@@ -209,13 +198,7 @@ def test_the_launches_of_a_step_are_those_of_its_process(tmp_path, kind):
     for rank in range(2):
         prefix = tmp_path / f"rank_{rank}"
         if kind == "db":
-            records.write_rocpd(tmp_path / f"{rank}.db", STEP)
-            with contextlib.closing(sqlite3.connect(tmp_path / f"{rank}.db")) as connection, connection:
-                for table in ("kernels", "regions"):
-                    connection.execute(f"ALTER TABLE {table} ADD pid DEFAULT {rank + 1}")
-                    if rank:
-                        connection.execute("ATTACH ? AS first", (str(tmp_path / "0.db"),)) if table == "kernels" else 0
-                        connection.execute(f"INSERT INTO first.{table} SELECT * FROM {table}")
+            records.write_rocpd(tmp_path / "0.db", STEP, pid=rank + 1)
         else:
             records.write_kernel_trace(tmp_path / f"{prefix}_kernel_trace.csv", (7, 0), STEP.dispatches[:3])
             records.write_markers(tmp_path / f"{prefix}_marker_api_trace.csv", (7, 0), STEP.ranges)
