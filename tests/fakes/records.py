@@ -233,6 +233,13 @@ def write_rocpd(path, run, counters=(), streams=(), **process):
             connection.executemany(f"INSERT INTO {table} VALUES ({marks})", [(*r, *process.values()) for r in rows])
 
 
+def change(path, *statements):
+    """Change a database by statements, each a list of SQL and its values."""
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        for statement, *values in statements:
+            connection.execute(statement, values)
+
+
 def write_results_json(path, *runs, streams=()):
     """rocprofv3's own JSON of processes, with the fields that are read. Records have numbers in the place of names."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,5 @@
 """The comparison of two recordings: what differs by more than the noise of both is told, and nothing else."""
 
-import contextlib
-import sqlite3
-
 import pandas as pd
 import pytest
 
@@ -36,8 +33,8 @@ def test_a_side_is_the_median_step_and_its_noise_by_hand(tmp_path):
     assert side(path) == ({"ms": 0.103, "calls": 1.0, "noise": pytest.approx(0.003 * 3)}, 5)
     three, _ = side(write_recording(tmp_path / "three", 100, 103, 104))  # quartiles of 101.5 and 103.5 us
     assert three == {"ms": 0.103, "calls": 1.0, "noise": pytest.approx(0.002 * 13 / 3)}
-    with contextlib.closing(sqlite3.connect(path / "a.db")) as connection, connection:
-        connection.execute("INSERT INTO kernels (name, start, [end]) VALUES ('once', 2000, 3000)")  # in the first step
+    once = "INSERT INTO kernels (name, start, [end]) VALUES ('once', 2000, 3000)"  # in the first step
+    records.change(path / "a.db", [once])
     assert compare.side_of(path)[0].loc["once"].tolist() == [0.0, 0.2, 0.0]
 
 
@@ -78,8 +75,7 @@ def test_a_database_of_several_processes_is_compared_as_one_of_each(tmp_path, ca
     write_processes(tmp_path / "some", *processes)
     if not named:
         for path in tmp_path.glob("*/a.db"):
-            with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-                connection.execute("DELETE FROM regions")
+            records.change(path, ["DELETE FROM regions"])
     for sides in (("one", "some"), ("some", "one")):
         assert compare.main([str(tmp_path / side) for side in sides]) == 0
         out, err = capsys.readouterr()
@@ -101,9 +97,8 @@ def test_kernels_that_each_step_has_others_of(tmp_path, capsys):
 def test_steps_of_processes_that_are_not_told_apart_have_means(tmp_path, capsys):
     """Each of the two would count in the steps of both."""
     write_processes(tmp_path / "two", ("g", 1), ("h", 2))
-    with contextlib.closing(sqlite3.connect(tmp_path / "two" / "a.db")) as connection, connection:
-        connection.execute("UPDATE kernels SET guid = 'g', pid = 1")
-        connection.execute("UPDATE regions SET guid = 'g', pid = 1")
+    statements = ([f"UPDATE {table} SET guid = 'g', pid = 1"] for table in ("kernels", "regions"))
+    records.change(tmp_path / "two" / "a.db", *statements)
     whole = {"ms": pytest.approx(0.1015), "calls": 1.0, "noise": pytest.approx(float("nan"), nan_ok=True)}
     assert side(tmp_path / "two") == (whole, 8)
     assert capsys.readouterr().err.count("steps overlap") == 1

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import sqlite3
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +16,7 @@ from profilers import readers
 from profilers.kernel_names import operation_of, short_name
 from profilers.readers import COLUMNS, Unreadable, files, read_kernels
 from tests.fakes import records
-from tests.fakes.records import Record, Run, chrome_trace
+from tests.fakes.records import Record, Run, change, chrome_trace
 
 RUN = Run(
     # Of a, 10, 30 and 60 ns in two steps, and of b, 99; the warm-up and what runs between the steps are slower.
@@ -131,15 +130,6 @@ def test_a_database_names_ranges_and_calls(tmp_path):
     for data in (None, "", "[]", '{"message": null}', '{"message"', '{"other": "step"}'):
         change(tmp_path / "a.db", ["UPDATE regions SET extdata = ? WHERE start = 1590", data])
         assert list(readers.read_ranges(tmp_path)["Name"]) == ["step", "forward", records.ROCTX_RANGE], data
-
-
-def change(path, *statements):
-    """Change a database."""
-    connection = sqlite3.connect(path)
-    with connection:
-        for statement, *values in statements:
-            connection.execute(statement, values)
-    connection.close()
 
 
 # --- several queues and processes
