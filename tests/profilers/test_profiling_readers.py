@@ -74,15 +74,6 @@ def test_every_kind_of_file_gives_the_same_tables(tmp_path, kind, release):
 
 
 @pytest.mark.parametrize("kind", ["csv", "db"])
-def test_one_window_around_all_steps(tmp_path, kind):
-    """With --timing step the host has closed the ranges "step" before their kernels start."""
-    ranges = [Record("step", 1000, 1001), Record("step", 1002, 1003), Record("steps", 1000, 1450)]
-    write_recording(tmp_path / "1", kind, RUN._replace(ranges=ranges))
-    table, steps, _ = read_kernels(tmp_path)
-    assert steps == 2 and sums_of(table) == {"between": (1, 100), "b": (1, 99), "a": (2, 40)}
-
-
-@pytest.mark.parametrize("kind", ["csv", "db"])
 def test_each_process_has_its_own_steps(tmp_path, kind):
     """The second is in its warm-up while the first is in a step; the third has no steps, the fourth failed."""
     for folder, run in (("0", RUN), ("1", RUN.later(900)), ("2", RUN._replace(ranges=[])), ("3.failed", RUN)):
