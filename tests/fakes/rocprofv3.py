@@ -77,8 +77,6 @@ def write(options, traced, counters, program):
     kernels = bundle or "kernel-trace" in traced
     markers = bundle or "marker-trace" in traced
     formats = options.output_format or (["rocpd"] if RELEASE >= (7, 0) else ["csv"])
-    if RELEASE >= (7, 13) and {"csv", "pftrace", "otf2"} & set(formats):
-        print("Warning: csv, pftrace and otf2 are deprecated as formats of the recording", file=sys.stderr)
     seen = run._replace(
         dispatches=run.dispatches if kernels or counters else [],
         ranges=run.ranges if markers else [],
@@ -132,8 +130,6 @@ def main():
     if getattr(options, "version", False):
         print(f"version: 1.0.0\nrocm_version: {'.'.join(map(str, RELEASE))}.0")
         return
-    if getattr(options, "att", None) and RELEASE < (7, 13):
-        sys.exit("Fatal error: librocprof-trace-decoder.so was not found: --att-library-path")
     if os.environ.get("FAKE_ROOT") != getattr(options, "rocm_root", None):
         sys.exit("Fatal error: --rocm-root is not the ROCm of this PyTorch")
     traced = {name for name in TRACES if getattr(options, name.replace("-", "_"), None)}

@@ -656,7 +656,7 @@ def test_a_tool_without_help_is_taken_by_its_release(machine, text, monkeypatch)
 
 def test_what_is_typed_by_hand_is_reported_alike(machine):
     """The folders and names of the guide are those that the reports look for."""
-    machine.with_rocm("7.14")  # before, a thread trace needs a decoder
+    machine.with_rocm("7.14")
     lines = [line for line in TYPED if line.startswith("rocprofv3 ") or re.search(" (hot|count)$", line)]
     assert len(lines) == 8
     typed = "\n".join(lines).replace("python -m", f"{machine.env['PYTHON']} -m").replace(".venv/bin/python", "true")
