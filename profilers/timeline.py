@@ -14,11 +14,6 @@ def typical_step(ranges):
     return tuple(steps.loc[order[len(order) // 2], ["Start", "End"]])
 
 
-def sum_us(rows):
-    """Return the sum of all durations in us."""
-    return (rows["End"] - rows["Start"]).sum() / 1e3
-
-
 def busy_us(rows, start, end):
     """Return how many us of a window, (start, end) in ns, at least one row lasted; rows are in the order of Start."""
     inside = rows[(rows["End"] > start) & (rows["Start"] < end)]
@@ -41,6 +36,7 @@ def step_figures(path):
         kernels, launched = (within(table, window) for table in (process.dispatches, launches))
         busy, launching = (busy_us(table, *window) for table in (process.dispatches, launches))
         length = (window[1] - window[0]) / 1e3
-        rows.append([length, len(kernels), sum_us(kernels), busy, len(launched), launching])
+        kernel_us = (kernels["End"] - kernels["Start"]).sum() / 1e3
+        rows.append([length, len(kernels), kernel_us, busy, len(launched), launching])
     names = "step_us kernels kernel_us busy_us launches launch_us".split()
     return {"steps": process.steps} | dict(zip(names, np.sum(rows, axis=0) / process.steps, strict=True))
