@@ -3,7 +3,6 @@
 A program that is neither is run, without a profile.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -44,10 +43,10 @@ if "--profile" in arguments or name == "torch_profile.py":
         run = run._replace(dispatches=run.in_steps())  # nothing else is profiled
     records.write_stats(folder / "kernel_stats.csv", run.dispatches)
     categories = {"dispatches": "kernel", "ranges": "user_annotation", "api_calls": "cuda_runtime"}
-    events = [
-        {"ph": "X", "tid": 1, "cat": category, "name": r.name, "ts": r.start / 1e3, "dur": r.duration / 1e3}
+    rows = [
+        (category, r.name, r.start / 1e3, r.duration / 1e3)
         for part, category in categories.items()
         for r in getattr(run, part)
     ]
-    (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    (folder / "trace.json").write_text(records.chrome_trace(*rows))
 sys.exit(status)
