@@ -42,6 +42,14 @@ def first_fast(first, *others):
     return first, *(pytest.param(*case, marks=pytest.mark.slow) for case in others)
 
 
+def executable(path, text):
+    """Write a program, in a folder that is made, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 PYTHON = """#!/bin/sh
 # The programs that a GPU would run, of a file or after -m, have a fake; all others run as they are.
 for word in "$1" "$2"; do
@@ -78,8 +86,7 @@ class Machine:
         )
         self.env |= {name: str(folder / place) for name, place in places.items()}
         program = self.install(self.bin / "program", "program.py")
-        (self.bin / "python").write_text(PYTHON.format(fake=program, python=self.python))
-        (self.bin / "python").chmod(0o755)
+        executable(self.bin / "python", PYTHON.format(fake=program, python=self.python))
         self.with_torch()
 
     def with_torch_of(self, release):
@@ -98,10 +105,7 @@ class Machine:
     def install(self, path, fake, **variables):
         settings = {"PYTHONDONTWRITEBYTECODE": "1"} | variables
         words = [*(f"{name}={value}" for name, value in settings.items()), self.python, str(FAKES / fake)]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#!/bin/sh\nexec env {shlex.join(words)} "$@"\n')
-        path.chmod(0o755)
-        return path
+        return executable(path, f'#!/bin/sh\nexec env {shlex.join(words)} "$@"\n')
 
     def with_tools(self, release, folder, names, **variables):
         """The profilers with these names, of a release that says which it is."""

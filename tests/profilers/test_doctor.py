@@ -13,6 +13,7 @@ import pytest
 
 from offline.architectures import CHIPS
 from profilers import doctor, stacks
+from tests.fakes.machine import executable
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "profilers" / "doctor.sh"
@@ -45,14 +46,10 @@ def diagnose(probe, build="rocm 6.4", until=None, **changes):
     return [(level, f"{probe}: {text}", remedy) for level, text, *remedy in found]
 
 
-def install(folder, name="rocprofv3", release="6.4.1", status=0):
-    path = folder / "bin" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\nexit {status}\n")
-    path.chmod(0o755)
+def install(folder, release, status):
+    executable(folder / "bin" / "rocprofv3", f"#!/bin/sh\nexit {status}\n")
     (folder / ".info").mkdir(exist_ok=True)
     (folder / ".info" / "version").write_text(f"{release}-47\n")
-    return path
 
 
 @pytest.mark.parametrize("devices, build, level, told", [
@@ -218,7 +215,7 @@ def test_access(here, monkeypatch):
 def test_profilers(here, monkeypatch, release, level, told):
     (here / "kfd").touch()
     monkeypatch.setattr(doctor.rocm, "torch_build", lambda: "rocm 6.4")
-    install(here / "rocm", release=release, status=139 if "139" in release else 0)
+    install(here / "rocm", release, 139 if "139" in release else 0)
     (found, text, _), *others = diagnose("profilers")
     assert found == level and told in text
     assert [found for found, _, _ in others] == ["WARN"] * 2 and all(
@@ -284,9 +281,8 @@ def test_a_bare_python(tmp_path):
 
 
 def test_a_python_that_is_too_old(tmp_path):
-    old = tmp_path / "old"
-    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"import sys; sys.version_info = (3, 9); exec('$2')\"\n")
-    old.chmod(0o755)
+    text = f"#!/bin/sh\nexec {sys.executable} -c \"import sys; sys.version_info = (3, 9); exec('$2')\"\n"
+    old = executable(tmp_path / "old", text)
     done = run_doctor(old)
     assert done.returncode == 2 and done.stderr.startswith(f"doctor.sh: error: {old} is not Python 3.10 or newer")
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_llama_v3 as llama
 from benchmarks import kernels, steps
 from exercises.performance_debugging import replay
-from tests.fakes.machine import ROOT, first_fast
+from tests.fakes.machine import ROOT, executable, first_fast
 
 SCRIPT = "site/first_run_on_amd.sh"
 RECORDINGS = ["trace", "hotspots", "counters", "rocprof_compute", "rocprof_sys"]
@@ -37,8 +37,7 @@ exec /usr/bin/timeout "$@"
 def without_pytorch(machine, behaviour="nothing)"):
     python = machine.env["PYTHON"]
     for name, text in FAKES.items():
-        (machine.bin / name).write_text(text.format(behaviour=behaviour, python=python))
-        (machine.bin / name).chmod(0o755)
+        executable(machine.bin / name, text.format(behaviour=behaviour, python=python))
     machine.env["PYTHON"] = str(machine.bin / "first")
     return machine
 

@@ -17,7 +17,7 @@ import pytest
 
 from profilers.readers import read_dispatches
 from profilers.rocm import EXECUTABLES, release_in
-from tests.fakes.machine import FOLDERS, ROOT, first_fast
+from tests.fakes.machine import FOLDERS, ROOT, executable, first_fast
 from tests.profilers.conftest import GUIDE
 from tiny_llama.launchers import LAUNCHERS
 
@@ -39,11 +39,6 @@ def one_file(machine, pattern):
 
 def run_for_a_second(run, *words, timeout=None, **keywords):
     return run(*words, timeout=timeout and 1, **keywords)
-
-
-def executable(path, text):
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 # --- with ROCm
