@@ -441,8 +441,7 @@ def test_a_mismatch_is_a_reason_for_nothing(machine):
 
 @pytest.mark.parametrize("arguments, complaint", [
     (["--frobnicate"], "unknown option --frobnicate"), 
-    (["--output"], "--output: expected one argument"), (["--stage", "--dry-run"], "--stage: expected one argument"),
-    (["--stage", "four"], "--stage: invalid int value: 'four'"), (["--stage", "9"], "--stage: invalid choice: 9"),
+    (["--stage", "--dry-run"], "--stage: expected one argument"), (["--stage", "9"], "--stage: invalid choice: 9"),
     (["--tool", "nsys"], "--tool: invalid choice: 'nsys'"),
     (["--tool-path", "/no/such"], "--tool-path /no/such: there is no rocprof"),
     (["--tool-path", "/bin", "--tool", "torch"], "--tool-path names a profiler of ROCm, and --tool torch is none"),

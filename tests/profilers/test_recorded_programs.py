@@ -133,7 +133,6 @@ def test_a_module_that_the_program_lacks_is_named(own, script):
     (["--program", "no/such.py"], "--program no/such.py cannot be read (No such file or directory): give a file"),
     (["--program", "programs"], "--program programs cannot be read (Is a directory): give a file"),
     (["--program", "pipe"], "--program pipe cannot be read (not a regular file): give a file"),
-    (["--program"], "--program: expected one argument"),
     (["--program", "programs/own.py", "--stage", "4"], "--stage is of tiny_llama_v3.py, and --program names another"),
     (["--program", "programs/own.py", "--batch-size", "8"], "unknown option --batch-size: options of own.py go after"),
 ])  # fmt: skip
