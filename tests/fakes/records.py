@@ -34,10 +34,10 @@ class Record(NamedTuple):
 
 
 class Run(NamedTuple):
-    dispatches: list
-    ranges: list
-    api_calls: list
-    copies: list
+    dispatches: list = ()
+    ranges: list = ()
+    api_calls: list = ()
+    copies: list = ()
 
     def in_steps(self):
         """The dispatches of the measured steps, which is what the reports are to find."""

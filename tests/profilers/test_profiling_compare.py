@@ -11,7 +11,7 @@ from tests.fakes.records import Record, Run
 
 def write_recording(path, *steps, around=False):
     """A database of steps with a kernel each, in us; around: with one window, as --timing step records it."""
-    run, now = Run([], [], [], []), 1000
+    run, now = Run([], []), 1000
     for us in steps:
         run.dispatches.append(Record("rmsnorm_kernel", now, now + 1000 * us))
         run.ranges.append(Record("step", now, now + 10**6))
@@ -62,7 +62,7 @@ def write_processes(path, *processes):
         starts = [10**9 + 10**6 * n + 1000 * pid for n in range(4)]
         kernels = [Record("rmsnorm_kernel", start, start + 1000 * (100 + n)) for n, start in enumerate(starts)]
         ranges = [Record("step", start, start + 900_000) for start in starts]
-        records.write_rocpd(path / "a.db", Run(kernels, ranges, [], []), guid=guid, pid=pid)
+        records.write_rocpd(path / "a.db", Run(kernels, ranges), guid=guid, pid=pid)
 
 
 @pytest.mark.parametrize("processes", [
@@ -87,7 +87,7 @@ def test_a_database_of_several_processes_is_compared_as_one_of_each(tmp_path, ca
 def test_kernels_that_each_step_has_others_of(tmp_path, capsys):
     """Of each the median is 0: there is no ratio of their sums."""
     steps = [Record("step", 10**6 * n, 10**6 * n + 900_000) for n in (1, 2, 3)]
-    run = Run([Record(f"k{step.start}", step.start, step.start + 1000) for step in steps], steps, [], [])
+    run = Run([Record(f"k{step.start}", step.start, step.start + 1000) for step in steps], steps)
     records.write_rocpd(tmp_path / "a.db", run)
     assert compare.main([str(tmp_path)] * 2) == 0
     out = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_kernels_and_operations_in_the_order_of_their_change(tmp_path, capsys):
     for folder, kernels in (("before", before), ("after", after)):
         dispatches = [Record(name, start, start + 1000 * us) for start in (0, 10**7) for name, us in kernels.items()]
         ranges = [Record("step", start, start + 10**6) for start in (0, 10**7)]
-        records.write_rocpd(tmp_path / folder / "a.db", Run(dispatches, ranges, [], []))
+        records.write_rocpd(tmp_path / folder / "a.db", Run(dispatches, ranges))
     sides = str(tmp_path / "before"), str(tmp_path / "after")
     assert compare.main([*sides, "--top", "4"]) == 0
     first, *lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]

@@ -77,7 +77,7 @@ def write_step(folder, at=0, steps=(("step", 0, 1000),), collective=r"AllGather$
         ("step", 2000, 9000),
     ]
     parts = [[Record(n, 10**7 + 1000 * (at + a), 10**7 + 1000 * (at + b)) for n, a, b in p] for p in (kernels, ranges)]
-    records.write_rocpd(folder / "a.db", Run(*parts, [], []))
+    records.write_rocpd(folder / "a.db", Run(*parts))
 
 
 def test_a_timeline_of_two_processes(tmp_path, capsys):
@@ -112,7 +112,7 @@ def test_what_a_cpu_runs_is_not_called_a_kernel_of_a_device(tmp_path):
 def test_no_timeline_of_what_is_not_one_step(tmp_path, capsys, ranges):
     """The host's step ends before its kernels run."""
     ranges = [Record(*r) for r in ranges]
-    records.write_rocpd(tmp_path / "a.db", Run([Record(NORM, 100, 200)], ranges, [], []))
+    records.write_rocpd(tmp_path / "a.db", Run([Record(NORM, 100, 200)], ranges))
     assert plot.main([str(tmp_path)]) == 0
     assert (tmp_path / "kernels.png").exists() and not (tmp_path / "timeline.png").exists()
     assert "No timeline: it needs a recording whose ranges hold" in capsys.readouterr().out

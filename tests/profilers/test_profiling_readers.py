@@ -23,7 +23,7 @@ RUN = Run(
     dispatches=[Record("a", 100, 900), Record("a", 1000, 1010), Record("b", 1020, 1119), Record("a", 1200, 1230),
                 Record("between", 1400, 1500), Record("a", 1600, 1660)],
     ranges=[Record("step", 990, 1300), Record("forward", 990, 1100), Record("step", 1590, 1700)],
-    api_calls=[Record("hipLaunchKernel", 995, 997)], copies=[],
+    api_calls=[Record("hipLaunchKernel", 995, 997)],
 )  # fmt: skip
 NAN = math.nan
 # Calls, total, average, percentage, least, most, deviation.
@@ -150,7 +150,7 @@ def kernels_of(step, *spans):
     ([(50, 800), (130, 200), (210, 280)], {"a": 750, "b": 70, "c": 70}, "", [1, 2, 2] * 3),  # which may overlap
 ])  # fmt: skip
 def test_a_kernel_has_no_time_of_the_next_one_of_its_stream(tmp_path, capsys, kind, spans, us, noted, streams):
-    run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS, [], [])
+    run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS)
     write_recording(tmp_path / "k", kind, run, streams=streams)
     table, steps, _ = read_kernels(tmp_path)
     assert steps == 3 and sums_of(table) == {name: (3, 3000 * us) for name, us in us.items()}
@@ -162,7 +162,7 @@ def test_a_kernel_has_no_time_of_the_next_one_of_its_stream(tmp_path, capsys, ki
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_that_lasts_longer_than_a_step_is_named(tmp_path, capsys, kind):
     """No later kernel tells where the last one of a stream ended."""
-    run = Run(kernels_of(STEPS[0], (50, 120), (130, 1.6e6)), STEPS, [], [])
+    run = Run(kernels_of(STEPS[0], (50, 120), (130, 1.6e6)), STEPS)
     write_recording(tmp_path / "k", kind, run)
     assert readers.read_kernels(tmp_path)[1] == 3
     told = capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_a_kernel_that_lasts_longer_than_a_step_is_named(tmp_path, capsys, kind)
 def test_kernels_that_add_up_to_more_than_a_step_are_noted(tmp_path, capsys, us, noted):
     """The database knows no streams: that two overlap is no fault in itself."""
     spans = (0, us), (100, 100 + us)
-    run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS, [], [])
+    run = Run([kernel for step in STEPS for kernel in kernels_of(step, *spans)], STEPS)
     write_recording(tmp_path / "k", "db", run)
     assert readers.read_kernels(tmp_path)[0]["TotalDurationNs"].sum() == 3000 * us * len(spans)
     told = capsys.readouterr().err
@@ -196,19 +196,19 @@ def test_what_starts_at_0_has_no_stamp(tmp_path, capsys, kind):
     """Neither a kernel nor a range; but a trace may begin at 0."""
     later = 5 * 10**9
     ranges = [Record("step", later, later + 10**6), Record("step", 0, later + 10**6)]
-    run = Run([Record("a", 0, later), Record("b", later + 20, later + 30)], ranges, [], [])
+    run = Run([Record("a", 0, later), Record("b", later + 20, later + 30)], ranges)
     write_recording(tmp_path / "k", kind, run)
     assert sums_of(read_kernels(tmp_path)[0]) == {"b": (1, 10)} and read_kernels(tmp_path)[1] == 1
     told = capsys.readouterr().err
     for name in "a", "step":
         assert f"1 of 2 rows have figures that cannot be, the first of {name}: Start 0" in told
-    write_recording(tmp_path / "early" / "k", kind, Run([Record("a", 0, 10**6)], [], [], []))
+    write_recording(tmp_path / "early" / "k", kind, Run([Record("a", 0, 10**6)]))
     assert sums_of(read_kernels(tmp_path / "early")[0]) == {"a": (1, 10**6)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_without_times_are_refused(tmp_path, kind):
-    write_recording(tmp_path / "k", kind, Run([Record("a", 50, 50), Record("b", 60, 60)], [], [], []))
+    write_recording(tmp_path / "k", kind, Run([Record("a", 50, 50), Record("b", 60, 60)]))
     with pytest.raises(Unreadable, match="all 2 kernels last 0 ns"):
         read_kernels(tmp_path)
 
@@ -227,7 +227,7 @@ def test_steps_that_hold_no_kernels_are_none(tmp_path, capsys, kind, ranges, tol
 def test_the_kernels_of_a_profilers_table_are_not_preferred(tmp_path):
     """Its own sums have the stamps that cannot be."""
     kernels = [Record("a", 100, 10**9), Record("b", 200, 300)]
-    write_recording(tmp_path / "k", "csv", Run(kernels, [], [], []))
+    write_recording(tmp_path / "k", "csv", Run(kernels))
     records.write_stats(tmp_path / "k_kernel_stats.csv", kernels)
     assert sums_of(read_kernels(tmp_path)[0]) == {"a": (1, 100), "b": (1, 100)}
     with open(tmp_path / "k_kernel_stats.csv", "a") as file:
@@ -368,7 +368,7 @@ def test_the_window_of_steps_that_overlap_ends_with_the_last(tmp_path, second):
     """Also where the second lies within the first."""
     steps = [Record("step", 0, 100), Record("step", *second)]
     kernels = [Record("k", at, at + 5) for at in (20, 70, second[1] - 5, 160)]
-    records.write_rocpd(tmp_path / "a.db", Run(kernels, steps, [], []))
+    records.write_rocpd(tmp_path / "a.db", Run(kernels, steps))
     (process,) = readers.read_processes(tmp_path)
     assert process.windows == [(0, max(100, second[1]))] and len(process.measured) == 3
 
@@ -597,7 +597,7 @@ def test_a_folder_with_files_of_others_names_one(tmp_path, name, told):
 def test_a_table_without_kernels_is_empty(tmp_path):
     records.write_rows(tmp_path / "a_kernel_stats.csv", ",".join(COLUMNS), [])
     records.write_kernel_trace(tmp_path / "b_kernel_trace.csv", (6, 4), [])
-    records.write_rocpd(tmp_path / "c.db", Run([], [], [], []))
+    records.write_rocpd(tmp_path / "c.db", Run())
     for name in ("a_kernel_stats.csv", "b_kernel_trace.csv", "c.db"):
         table, *_ = read_kernels(tmp_path / name)
         assert list(table.columns) == COLUMNS and len(table) == 0
@@ -623,7 +623,7 @@ def test_a_kernel_whose_times_cannot_be_is_left_out(tmp_path, capsys, kind, star
     """It is counted, and the digits of the others stay."""
     now = 2**50 + 1 if kind in ("db", "json") else 2**60 + 1
     kernels = [Record("a", now, now + 10), Record("a", now + 20, now + 30), Record("b", start, end)]
-    write_recording(tmp_path / "k", kind, Run(kernels, [], [], []))
+    write_recording(tmp_path / "k", kind, Run(kernels))
     assert sums_of(read_kernels(tmp_path)[0]) == {"a": (2, 20)}
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and ": 1 of 3 rows have figures that cannot be" in err
@@ -714,8 +714,8 @@ def test_every_name_is_read_as_it_is(tmp_path, name):
     records.write_kernel_trace(tmp_path / "a_kernel_trace.csv", (7, 0), kernels)
     records.write_counters(tmp_path / "a_counter_collection.csv", kernels, ["SQ_WAVES"])
     records.write_stats(tmp_path / "a_kernel_stats.csv", kernels)
-    records.write_rocpd(tmp_path / "a.db", Run(kernels, [], [], []))
-    records.write_results_json(tmp_path / "b_results.json", Run(kernels, [], [], []))
+    records.write_rocpd(tmp_path / "a.db", Run(kernels))
+    records.write_results_json(tmp_path / "b_results.json", Run(kernels))
     shown = name.replace("\x1b", r"\x1b").replace("\0", r"\x00")
     for file in ("a_kernel_trace.csv", "a_kernel_stats.csv", "a.db", "b_results.json"):
         assert sums_of(read_kernels(tmp_path / file)[0]) == {shown: (1, 2), "first": (1, 1)}

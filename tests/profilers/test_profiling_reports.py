@@ -39,7 +39,7 @@ def test_hotspots_by_hand(tmp_path, capsys):
     ranges = [Record("step", start, start + 10**7) for start in (0, 10**8, 2 * 10**8)]
     dispatches = [Record(name, r.start, r.start + round(ms * 1e6)) for name, (calls, ms) in kernels.items()
                   for r in ranges * (calls // 3)]  # fmt: skip
-    records.write_rocpd(tmp_path / "a.db", Run(dispatches, ranges, [], []))
+    records.write_rocpd(tmp_path / "a.db", Run(dispatches, ranges))
     assert hotspots.main([str(tmp_path), "--top", "2", "--csv", str(tmp_path / "all.csv")]) == 0
     out = capsys.readouterr().out
     assert "Kernels of 3 steps, ms and calls a step: 6.667 ms in 4 calls of 3 kernels\n" in out
@@ -67,7 +67,7 @@ def test_a_table_in_a_folder_is_named_after_what_it_covers(session):
 def test_reports_of_kernels_without_times(module, tmp_path, capsys):
     """Those of the steps have none, and one before them has."""
     kernels = [Record("warm", 10, 90), Record("k", 150, 150), Record("k", 160, 160)]
-    records.write_rocpd(tmp_path / "a.db", Run(kernels, [Record("step", 100, 200)], [], []))
+    records.write_rocpd(tmp_path / "a.db", Run(kernels, [Record("step", 100, 200)]))
     assert module.main([str(tmp_path)] * (1 + (module is compare))) == 1
     assert "a.db: 2 of 3 kernels last 0 ns" in (err := capsys.readouterr().err) and "holds no kernels that took" in err
 
@@ -76,7 +76,7 @@ def test_reports_of_kernels_without_times(module, tmp_path, capsys):
 def test_reports_of_nothing(module, tmp_path, capsys):
     two = 1 + (module is compare)
     assert module.main([str(tmp_path / "absent")] * two) == 2
-    records.write_rocpd(tmp_path / "a_counters_results.db", Run([], [], [], []))
+    records.write_rocpd(tmp_path / "a_counters_results.db", Run())
     assert module.main([str(tmp_path)] * two) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 2 and "does not exist" in err and "holds no" in err
@@ -153,7 +153,7 @@ STEP = Run(
     dispatches=[Record("warm", 0, 900), Record("k", 1100, 1200), Record("k", 1300, 1500), Record("k", 1350, 1450)],
     ranges=[Record("step", 1000, 1020), Record("step", 1020, 1040), Record("steps", 1000, 2000)],
     api_calls=[Record("hipModuleLaunchKernel", 1050, 1060), Record("hipLaunchKernel", 1070, 1100),
-               Record("hipDeviceSynchronize", 1500, 2000), Record("hipLaunchKernel", 100, 900)], copies=[],
+               Record("hipDeviceSynchronize", 1500, 2000), Record("hipLaunchKernel", 100, 900)],
 )  # fmt: skip
 
 
