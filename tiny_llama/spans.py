@@ -5,9 +5,8 @@ This module imports only the standard library, as the reports of profiles run wi
 
 import math
 
-OPERATOR = (
-    r"aten::|(graph_\d+_)?cpp_fused_"  # what a CPU has for kernels: PyTorch's operators, and Inductor's code in C++
-)
+# What a CPU has for kernels: PyTorch's operators, and Inductor's code in C++.
+OPERATOR = r"aten::|(graph_\d+_)?cpp_fused_"
 LAUNCH = r"(?:cuda|cu|hip)\w*Launch"  # how the name of a call begins that launches a kernel
 
 
