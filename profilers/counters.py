@@ -83,9 +83,10 @@ def main(argv):
     options = report_parser("counters", __doc__, "profile").parse_args(argv)
     counters, is_of_steps = read_step_counters(options.profile)
     if counters.empty:
-        names = "*counter_collection.csv, *.db, *ncu_raw.csv"
-        instead = others_in(options.profile) or ": record with ./get_counters.sh --pmc"
-        raise NothingRecorded(f"{options.profile} holds no counters, in one of {names}{instead}")
+        names, remedy = "*counter_collection.csv, *.db, *ncu_raw.csv", "record with ./get_counters.sh --pmc"
+        raise NothingRecorded(
+            f"{options.profile} holds no counters, in one of {names}: {remedy}{others_in(options.profile)}"
+        )
     scope = "mean of the measured steps" if is_of_steps else "mean of the whole run, warm-up included"
     # Counting slows kernels down, so that their times are those of the run without; ncu counts the time itself.
     stats = None

@@ -95,7 +95,7 @@ def summary(path, tool, program=None):
     derived = derive(counters, table).sort_values("ns", ascending=False)
     derived["kernel"] = [short_name(name, 50) for name in derived.index]
     in_training = rates(derived, ceilings)
-    unknown = derived["kernel"][derived["flop"].isna() & derived["matrix"].gt(0)] if derived["flop"].any() else []
+    unknown = derived["kernel"][derived["flop"].isna() & derived["matrix"].gt(0)] if "MfmaFlops" in counters else []
     used = derived[list(UTILISATION)].dropna(axis="columns", how="all").rename(columns=UTILISATION)
     run, launches, whose, note = "the training run", launch_section(figures), "", ""
     if program:

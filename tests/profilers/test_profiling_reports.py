@@ -91,6 +91,15 @@ def test_counters_of_another_program_are_named(tmp_path, capsys):
     assert f"; {tmp_path}/pmc_perf.csv is of rocprof-compute: rocprof-compute analyze" in capsys.readouterr().err
 
 
+def test_a_recording_without_counters_is_told_how_to_count(session, capsys):
+    """Also one with a trace for Perfetto, in the place of which CSV files would hold no counters either."""
+    for path in session.glob("pass_*/*"):
+        path.unlink()
+    (session / "a_results.pftrace").touch()
+    assert counters.main([str(session)]) == 1
+    assert ", *ncu_raw.csv: record with ./get_counters.sh --pmc" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("marked, scope", [
     (True, "mean of the measured steps"), (False, "mean of the whole run, warm-up included"),
 ])  # fmt: skip
@@ -269,6 +278,8 @@ def test_summary_names_what_the_roofline_leaves_out(session):
     records.write_counters(session / "pass_4" / "k_counter_collection.csv", RUN.dispatches, ["MfmaUtil"])
     records.write_markers(session / "pass_4" / "k_marker_api_trace.csv", (7, 0), RUN.ranges)
     assert told in summary.summary(session, "rocprofv3")
+    table.assign(Counter_Value=0).to_csv(counted, index=False)  # as where all products are in FP8
+    assert "\nNot in the table, as MfmaFlops has no FP8, XF32, FP6 or FP4: `" in summary.summary(session, "rocprofv3")
 
 
 def test_summary_says_what_it_lacks(session):
