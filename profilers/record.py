@@ -32,6 +32,12 @@ PASSES = (
     "MeanOccupancyPerCU",
     "VALUUtilization VALUBusy MfmaUtil",
 )
+# Counters of the products that MfmaFlops leaves out. That of XF32 is known for gfx950 alone, whose units have no XF32.
+# A pass has room for eight counters of their block, SQ, and MfmaFlops takes four.
+LOW_PRECISION = {
+    "gfx942": ["SQ_INSTS_VALU_MFMA_MOPS_F8"],
+    "gfx950": ["SQ_INSTS_VALU_MFMA_MOPS_F8", "SQ_INSTS_VALU_MFMA_MOPS_F6F4"],
+}
 RADEON_PASSES = "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE", "L2CacheHit"
 # The first is always counted: rates need it.
 NCU_METRICS = """
@@ -96,6 +102,12 @@ def get_hotspots(recording):
 def passes_here(*more):
     """Return the counters of a run each that this machine's GPUs have; more: those of the matrix units."""
     return RADEON_PASSES if {name[:4] for name in architectures()} == {"gfx1"} else (*PASSES, *more)
+
+
+def flop_here():
+    """Return the counters of the FLOP of the matrix units that this machine's GPUs have, which fit into a run."""
+    names = [name for architecture in architectures() for name in LOW_PRECISION.get(architecture, [])]
+    return " ".join(dict.fromkeys(["MfmaFlops", *names]))
 
 
 def count_by_rocprofv3(recording, passes):
@@ -362,7 +374,7 @@ def run_rocprof_triton(recording):
     recording.run_or_fail([python(), str(ROOT / by_itself), "--json", alone], who=by_itself)
     if recording.rocm:
         recording.note("--- 2. to 4. Memory traffic, counters, roofline inputs: a run for each group of counters")
-        count_by_rocprofv3(recording, passes_here("MfmaFlops"))
+        count_by_rocprofv3(recording, passes_here(flop_here()))
     else:
         recording.note(f"--- 2. to 4. {NO_COUNTERS}")
     recording.report("the pictures", "plot", result, alone)
@@ -414,7 +426,7 @@ def record(script, argv):
     try:
         function(recording)
     finally:
-        recording.set_aside()  # does nothing once it is finished
+        recording.set_aside()  # does nothing once all is recorded
     return 0
 
 

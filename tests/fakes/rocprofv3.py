@@ -15,13 +15,18 @@ from tool import RELEASE, complain, finish
 TRACES = ("runtime-trace", "kernel-trace", "marker-trace", "memory-copy-trace")
 SLOTS = {"SQ": 8, "TCC": 4, "GRBM": 2}  # of a pass, in each block of the hardware
 COUNTERS = {  # by the slots that each takes
-    "SQ": "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR MfmaUtil",
-    "SQ SQ": "MeanOccupancyPerCU VALUUtilization", "SQ SQ SQ": "MfmaFlops", "SQ GRBM": "VALUBusy",
+    "SQ": "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU SQ_INSTS_VMEM_RD SQ_INSTS_VMEM_WR MfmaUtil "
+    "SQ_INSTS_VALU_MFMA_MOPS_F8 SQ_INSTS_VALU_MFMA_MOPS_F6F4",
+    "SQ SQ": "MeanOccupancyPerCU VALUUtilization", "SQ SQ SQ SQ": "MfmaFlops", "SQ GRBM": "VALUBusy",
     "GRBM": "GRBM_COUNT GRBM_GUI_ACTIVE", "TCC": "TCC_HIT_sum TCC_MISS_sum", "TCC TCC": "WRITE_SIZE",
     "TCC TCC TCC": "FETCH_SIZE", "GL2C": "L2CacheHit",
 }  # fmt: skip
 SLOTS_OF = {name: slots.split() for slots, names in COUNTERS.items() for name in names.split()}
-ABSENT = {"gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops"}, "gfx942": {"L2CacheHit"}}
+F8, F6F4 = (f"SQ_INSTS_VALU_MFMA_MOPS_{kind}" for kind in ("F8", "F6F4"))
+ABSENT = {
+    "gfx908": {"MeanOccupancyPerCU", "MfmaUtil", "MfmaFlops", F8, F6F4}, "gfx90a": {F8, F6F4},
+    "gfx942": {"L2CacheHit", F6F4}, "gfx950": {"L2CacheHit"},
+}  # fmt: skip
 OF_RADEON = "SQ_WAVES SQ_INSTS_VALU SQ_INSTS_LDS SQ_INSTS_SALU GRBM_COUNT GRBM_GUI_ACTIVE L2CacheHit MeanOccupancyPerCU"
 ABSENT["gfx1100"] = SLOTS_OF.keys() - OF_RADEON.split()
 

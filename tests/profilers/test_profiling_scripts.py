@@ -94,6 +94,18 @@ def test_a_radeon_is_asked_for_what_it_has(machine):
     assert run.code == 0 and "by hardware counters" in run.out and "L2CacheHit" in run.out
 
 
+@pytest.mark.parametrize("version, arch, more", [
+    (90402, "gfx942", ["F8"]), (90500, "gfx950", ["F8", "F6F4"]), (90010, "gfx90a", []),
+])  # fmt: skip
+def test_flop_in_low_precision_are_counted_where_the_gpu_has_a_counter(machine, version, arch, more):
+    """In the pass of MfmaFlops, which has room for them; one that the GPU lacks would be missing from the result."""
+    names = [f"SQ_INSTS_VALU_MFMA_MOPS_{kind}" for kind in more]
+    run = machine.with_rocm("7.0").with_gpu(version).run("run_rocprof_triton.sh", "--output", "out", FAKE_ARCH=arch)
+    assert run.code == 0 and "\nMissing: " not in run.out
+    *_, last = (words for words in run.commands if words[:2] == ["rocprofv3", "--pmc"])
+    assert last[2 : last.index("--kernel-trace")] == ["MfmaFlops", *names]
+
+
 def test_each_pmc_is_a_pass(machine):
     asked = "--pmc", "SQ_WAVES,GRBM_COUNT", "--pmc", "FETCH_SIZE", "--dry-run"
     run = machine.with_rocm("7.0").run("get_counters.sh", *asked)
