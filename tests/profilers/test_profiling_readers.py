@@ -110,7 +110,7 @@ def test_tables_of_processes_are_merged(tmp_path):
 
 
 def test_passes_of_counters_are_no_timings(tmp_path):
-    for folder, part in (("", RUN.dispatches[:3]), ("pass_1/", RUN.dispatches[3:])):
+    for folder, part in (("", RUN.dispatches[:3]), ("pass_1/", RUN.dispatches[3:]), ("pass_12/", RUN.dispatches[4:])):
         records.write_kernel_trace(tmp_path / f"{folder}k_kernel_trace.csv", (7, 0), part)
     assert len(readers.read_dispatches(tmp_path)) == len(readers.read_dispatches(tmp_path / "pass_1")) == 3
 
@@ -332,12 +332,15 @@ def test_files_of_torch_profiler(tmp_path, capsys):
     assert names <= set(readers.read_ranges(tmp_path / "p")["Name"])
 
 
-def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path):
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_gpu_trace_counts_kernels_and_copies_only(tmp_path, is_compressed):
     """Also those that outlive the range of their step, as torch.profiler records nothing but steps."""
-    (tmp_path / "trace.json").write_text(chrome_trace(
+    text = chrome_trace(
         ("kernel", "rmsnorm_kernel", 10.5, 2.25), ("gpu_memcpy", "Memcpy HtoD", 20, 1), ("gpu_memset", "Memset", 40, 2),
         ("gpu_user_annotation", "step", 10, 20), ("user_annotation", "step", 9, 30), ("cpu_op", "aten::mm", 9, 5),
-    ))  # fmt: skip
+    )  # fmt: skip
+    name, data = ("trace.json.gz", gzip.compress(text.encode())) if is_compressed else ("trace.json", text.encode())
+    (tmp_path / name).write_bytes(data)
     table, steps, _ = read_kernels(tmp_path)
     assert steps == 1
     assert sums_of(table) == {"rmsnorm_kernel": (1, 2250), "Memset": (1, 2000), "Memcpy HtoD": (1, 1000)}
@@ -594,6 +597,12 @@ def test_a_folder_with_files_of_others_names_one(tmp_path, name, told):
         read_kernels(tmp_path)
 
 
+def test_a_table_of_rocprofv3_s_calls_is_not_taken_for_one_of_rocprof_v1(tmp_path):
+    records.write_stats(tmp_path / "a_hip_api_stats.csv", RUN.api_calls)
+    with pytest.raises(Unreadable, match="holds no kernels .*trace.json$"):
+        read_kernels(tmp_path)
+
+
 def test_a_table_without_kernels_is_empty(tmp_path):
     records.write_rows(tmp_path / "a_kernel_stats.csv", ",".join(COLUMNS), [])
     records.write_kernel_trace(tmp_path / "b_kernel_trace.csv", (6, 4), [])
@@ -626,7 +635,7 @@ def test_a_kernel_whose_times_cannot_be_is_left_out(tmp_path, capsys, kind, star
     write_recording(tmp_path / "k", kind, Run(kernels))
     assert sums_of(read_kernels(tmp_path)[0]) == {"a": (2, 20)}
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and ": 1 of 3 rows have figures that cannot be" in err
+    assert err.count("\n") == 1 and ": 1 of 3 rows have figures that cannot be, the first of b: Start " in err
 
 
 def test_counters_that_are_no_numbers(tmp_path, capsys):
@@ -678,6 +687,9 @@ def test_a_table_without_its_columns(tmp_path):
     (tmp_path / "results.stats.csv").write_text("Name,Calls,TotalDurationNs,AverageNs,Percentage\nk,1,2,2,100\n")
     with pytest.raises(Unreadable, match="no column MaxNs: .* but of rocprof v1: record with rocprofv3"):
         read_kernels(tmp_path / "results.stats.csv")
+    (tmp_path / "results.csv").write_text("Index,KernelName,BeginNs,EndNs\n0,k,1,2\n")
+    with pytest.raises(Unreadable, match="no column Calls: .* but of rocprof v1: record with rocprofv3"):
+        read_kernels(tmp_path / "results.csv")
     (tmp_path / "pmc_perf.csv").write_text("Dispatch_ID,Kernel_Name,SQ_WAVES\n0,k,1\n")
     with pytest.raises(
         Unreadable, match="no column Calls: .* but of rocprof-compute: rocprof-compute analyze -p FOLDER"
