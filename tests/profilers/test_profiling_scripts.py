@@ -121,6 +121,7 @@ UNKNOWN = "this GPU, or this release, does not know them (rocprofv3 -L lists tho
     ("gfx942", ["SQ_WAVES:device=0", "--pmc", "FETCH_SIZE", "WRITE_SIZE"], f"FETCH_SIZE WRITE_SIZE: {TOO_MANY}",
      "SQ_WAVES"),
     ("gfx942", ["NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", None),
+    ("gfx942", ["SQ_WAVES", "--pmc", "NO_SUCH_COUNTER"], f"NO_SUCH_COUNTER: {UNKNOWN}", "SQ_WAVES"),
     ("gfx942", ["FETCH_SIZE", "TCC_HIT_sum", "TCC_MISS_sum"], f"FETCH_SIZE TCC_HIT_sum TCC_MISS_sum: {TOO_MANY}", None),
     ("gfx908", [], f"MeanOccupancyPerCU: {UNKNOWN}; MfmaUtil: {UNKNOWN}", "VALUBusy"),
     ("gfx942", ["SQ_WAVES", "--", "--", "--kernel-include-regex", "none"],
@@ -159,7 +160,8 @@ def failing(machine, name, text):
 @pytest.mark.parametrize("last_words, reason", [
     ("echo \"ModuleNotFoundError: No module named 'tabulate'\"", "ModuleNotFoundError: No module named 'tabulate'; "
      "install it: PYTHON -m pip install tabulate"),
-    ("echo Traceback:; echo \"KeyError: 'Name'\"; echo", "KeyError: 'Name'"), ("echo Killed", None),
+    ("echo ValueError: no; echo Traceback:; echo \"KeyError: 'Name'\"; echo", "KeyError: 'Name'"),
+    ("echo Killed", None),
 ])  # fmt: skip
 def test_a_report_that_fails_costs_no_recording_and_blames_no_tool(machine, script, name, part, last_words, reason):
     failing(machine.with_rocm("7.0"), f"profilers.{name}", last_words)
@@ -437,6 +439,7 @@ TWO_ROCMS = "two ROCm installations meet in one process, the profiler's and PyTo
         TWO_ROCMS, "; --selected-regions may leave out the whole run: try without it"]),
     ("", [], {"HIP_VISIBLE_DEVICES": "-1", "ROCPROFILER_REGISTER_LIBRARY": "/a.so"}, [
         "HIP_VISIBLE_DEVICES=-1 hides every GPU: unset it; ROCPROFILER_REGISTER_LIBRARY=/a.so is loaded before"]),
+    ("", [], {"ROCR_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "0"}, [": ROCR_VISIBLE_DEVICES= hides every GPU: u"]),
 ])  # fmt: skip
 def test_why_nothing_was_recorded(machine, said, arguments, env, told):
     """The profiler and the program have both ended well."""
@@ -649,12 +652,15 @@ def test_a_build_between_two_releases_is_asked_by_its_help(machine, script, told
     assert any(f"{given} " in call for call in calls) == (is_new != ("library" in given))
 
 
-@pytest.mark.parametrize("text", ["echo no package; exit 1", "sleep 60 & wait"])
-def test_a_tool_without_help_is_taken_by_its_release(machine, text, monkeypatch):
+@pytest.mark.parametrize("text, has_help", [
+    ("echo no package; exit 1", False), ("sleep 60 & wait", False), ("echo Usage: rocprofv3", True),
+])  # fmt: skip
+def test_a_tool_without_help_is_taken_by_its_release(machine, text, has_help, monkeypatch):
     monkeypatch.setattr(subprocess, "run", functools.partial(run_for_a_second, subprocess.run))
     machine.with_rocm("7.1")
     executable(machine.folder / "rocm" / "bin" / "rocprofv3", f"#!/bin/sh\n{text}\n")
-    assert " --output-format csv pftrace rocpd " in machine.run("get_trace.sh", "--dry-run").out
+    run = machine.run("get_trace.sh", "--dry-run")
+    assert f" --output-format csv pftrace {'' if has_help else 'rocpd '}-d " in run.out
 
 
 # --- the guide
