@@ -207,7 +207,7 @@ def read_step_counters(path):
         told = ", ".join(f"{count} in {name}" for name, count in uneven.iloc[0].items())
         note(
             f"{path}: {len(uneven)} of {len(runs)} kernels ran more often in one pass than in another, such as "
-            f"{short_name(uneven.index[0])} ({told}): their counters are of different runs, or - without any"
+            f"{short_name(uneven.index[0])} ({told}): what stands side by side is of different runs, or missing"
         )
     # The same counter in several files (processes, passes) adds measurements, not columns.
     return rows.groupby(["Name", "Counter"])["Value"].mean().unstack("Counter"), is_limited
