@@ -155,6 +155,7 @@ def failing(machine, name, text):
 @pytest.mark.parametrize("script, name, part", [
     ("get_trace.sh", "hotspots", "the table of the kernels"), ("run_rocprof_triton.sh", "summary", "the summary"),
     ("get_counters.sh", "counters", "the table of the counters"),
+    ("get_counters.sh", "hotspots", "the table of the kernels"),
     ("get_rocprof_compute.sh", "rocprof_compute_kernels", "each kernel by itself"),
 ])  # fmt: skip
 @pytest.mark.parametrize("last_words, reason", [
