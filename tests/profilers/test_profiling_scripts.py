@@ -502,7 +502,7 @@ def test_only_some_ranks_are_recorded(machine):
         assert run.code == 0 and sum(words[0] == "rocprofv3" for words in run.commands) == 2
         assert " --mpi-world-rank-variable RANK --mpi-world-size-variable WORLD_SIZE " in run.out
         assert ("Kernels of 3 steps" in run.out) == ("leaves this process out" not in run.out) == (number == "1")
-    run = machine.run("get_counters.sh", "--dry-run", *asked[3:], PALS_RANKID="1")  # whose count is of a node
+    run = machine.run("get_counters.sh", "--dry-run", *asked[3:], PALS_RANKID="3")  # whose count is of a node
     assert run.code == 0 and " --mpi-world-rank-variable PALS_RANKID -- " in run.out
 
 
