@@ -609,9 +609,11 @@ class TrainStep:
             return self.run_model(*inputs)
 
     def load(self, tokens, targets):
-        """Copy a batch, both (sequences_per_step, seq), into the buffers of the step."""
-        self.tokens.copy_(tokens)
-        self.targets.copy_(targets)
+        """Copy a batch, both (sequences_per_step, seq), into the buffers of the step. ValueError for another shape."""
+        for buffer, given in ((self.tokens, tokens), (self.targets, targets)):
+            if given.shape != buffer.shape:  # copy_() would repeat a single sequence
+                raise ValueError(f"the batch has the shape {tuple(given.shape)}, and {tuple(buffer.shape)} is needed")
+            buffer.copy_(given)
 
     def follow_schedule(self, number):
         """Give the optimizer the learning rate of step `number`, which a captured step reads on the device."""

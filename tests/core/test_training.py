@@ -84,6 +84,16 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch(make_step, grouped)
         assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4 * q.grad.abs().max().item(), msg=name)
 
 
+def test_a_batch_of_another_shape_is_refused(make_step):
+    """One sequence would be repeated, and train as if the batch had many of it."""
+    step = make_step()
+    tokens, targets = step.tokens.clone(), step.targets.clone()
+    assert len(tokens) > 1
+    for batch in ((tokens[:1], targets), (tokens, targets[:1]), (tokens[:, :1], targets)):
+        with pytest.raises(ValueError, match=r"the batch has the shape \(.*\), and \(.*\) is needed"):
+            step.load(*batch)
+
+
 def test_phases_of_micro_batches_are_timed_where_they_are(make_step):
     step = make_step(dataclasses.replace(SMALL, impl="torch", accumulate=3))
     assert list(step.phases) == "forward,backward,forward 2,backward 2,forward 3,backward 3,optimizer".split(",")
