@@ -212,7 +212,7 @@ def without_generated(text):
 WRITTEN = {name: without_generated(page.read_text()) for name, page in PAGES.items()}
 # Of programs that this project only names: the profilers of ROCm, Perfetto and pip; and a setting of nanoGPT.
 FOREIGN_FLAGS = """--plugin --basenames --roctx-trace --roctx-rename --list-basic --list-derived --timestamp --httpd
---overwrite --hip-trace
+--overwrite --hip-trace --att-library-path
 --python --hsa-trace --memory-copy-trace --sys-trace --truncate-kernels --eval_interval""".split()
 FLAG = r"(?<![\w-])--[a-z][\w-]*\w"
 SOURCES = ("*.py", "*.sh", "*.slurm", "Makefile")
