@@ -13,7 +13,7 @@ FILES = affected.git("ls-files", "--cached", "--others", "--exclude-standard")
 # A file that was changed, a test that uses it, one that does not, and how.
 CHANGES = """
 benchmarks/diff.py   benchmarks/test_diff.py    profilers/test_doctor.py  imported
-measure/timing.py    benchmarks/test_scaling.py profilers/test_doctor.py  by what is imported
+measure/timing.py    benchmarks/test_scaling.py docs/test_findings.py  by what is imported
 tiny_llama/fp8.py    core/test_model.py         profilers/test_profiling_docs.py  by companion()
 get_trace.sh         profilers/test_profiling_scripts.py core/test_model.py  named in the text
 exercises/mistakes/puzzles.txt workshop/test_mistakes.py core/test_model.py  of a folder
