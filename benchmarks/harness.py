@@ -93,6 +93,21 @@ class Run:
         return self.device.type == "cuda"
 
 
+class WorldRun(Run):
+    """A run on all processes of a distributed.World, of which the first one saves."""
+
+    def __init__(self, world, name, argv, options, device, **fields):
+        super().__init__(name, argv, options, device, processes=world.size, **fields)
+        self.world = world
+        if world.size > 1:
+            launcher = f"torchrun --standalone --nproc_per_node={world.size}"
+            self.result["command"] = f"{launcher} {self.result['command'].removeprefix('python ')}"
+
+    def save(self):
+        if self.world.rank == 0:
+            super().save()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels: each call on the device's clock
 

@@ -96,18 +96,6 @@ def time_messages(run, windows):
         print(f"all-reduce of {TIMED:,} elements in {name}: {run.result['ms'][name]:.3f} ms", flush=True)
 
 
-class Run(harness.Run):
-    """A run on all processes of a world, of which the first one saves."""
-
-    def __init__(self, world, argv, options, device):
-        super().__init__("message_sums", argv, options, device, processes=world.size, sums=[], ms={})
-        self.world = world
-
-    def save(self):
-        if self.world.rank == 0:
-            super().save()
-
-
 def parse(argv):
     parser = harness.make_parser("message_sums", __doc__)
     parser.add_argument("--windows", type=positive, default=7, metavar="N", help="of each message (default: 7)")
@@ -116,7 +104,7 @@ def parse(argv):
 
 def measure(argv, world):
     options, device = parse(argv), world.select_device("auto")
-    run = Run(world, argv, options, device)
+    run = harness.WorldRun(world, "message_sums", argv, options, device, sums=[], ms={})
     if world.rank == 0:
         for processes in RINGS:
             compare(run, "ring", processes, functools.partial(ring_sum, processes))

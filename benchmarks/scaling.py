@@ -78,19 +78,12 @@ def require_losses(losses, expected, precision):
         raise ArithmeticError(f"wrong losses: {losses} instead of {expected}, allowed are {allowed:.1e}")
 
 
-class Run(harness.Run):
-    """A run on all processes of a world, of which the first one saves."""
+class Run(harness.WorldRun):
+    """A run that builds and times the contenders of all processes."""
 
     def __init__(self, world, argv, options, device):
-        super().__init__("scaling", argv, options, device, processes=world.size, sizes={})
-        launcher = f"torchrun --standalone --nproc_per_node={world.size}"
-        self.result["command"] = f"{launcher} {self.result['command'].removeprefix('python ')}"
-        self.world = world
+        super().__init__(world, "scaling", argv, options, device, sizes={})
         self.alone_ms = {}  # {Config: ms of a step of one process}, measured once for weak and strong, DDP and FSDP2
-
-    def save(self):
-        if self.world.rank == 0:
-            super().save()
 
     def is_late(self):
         return any(self.world.gather(super().is_late()))

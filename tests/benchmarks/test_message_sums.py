@@ -45,6 +45,8 @@ def test_two_processes_add_as_the_simulation_does(python, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("message_sums_*.json")  # of the first process alone
+    command = json.loads(path.read_text())["command"]
+    assert command == "torchrun --standalone --nproc_per_node=2 -m benchmarks.message_sums"
     found = sums_of(path)
     for mean in message_sums.MEANS:
         exact = message_sums.exact_sum(2, mean, CPU)
