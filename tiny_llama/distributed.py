@@ -175,7 +175,8 @@ class World(llama.OneProcess):
         results = llama.loss_and_gradients(llama.TrainStep(config, device, self), batch)
         (results["loss"],) = self.mean([results["loss"].item()])
         # One verdict for all: what plain PyTorch allows depends on a process's rows.
-        verdict = self.gather(verdict)[0]._replace(errors=llama.relative_errors(results, exact))
+        verdict = self.gather(verdict)[0]
+        verdict = verdict._replace(errors=verdict.errors | llama.relative_errors(results, exact))
         llama.print_verdict(verdict, f"{reference}, the mean of {self.size} processes")
         return not verdict.failed
 
