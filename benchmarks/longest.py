@@ -40,7 +40,7 @@ def longest(fits, guess):
 
     It begins at a guess, moves away from it in growing steps, and halves what is left. 0 if not even 1 fits.
     """
-    low, high, step, number = 0, None, 1, guess
+    low, high, step, number = 0, None, max(1, guess // 32), guess
     while high is None or high - low > 1:
         if fits(number):
             low = number
@@ -70,8 +70,12 @@ def peak_memory(row, units, device):
         return None
 
 
-def measure(row, gibibytes, device, peaks):
-    """Return the fields of a Row in a memory of so many GiB; peaks: {units: bytes} that is known of it, which grows."""
+def measure(row, gibibytes, device, peaks, guess=None):
+    """Return the fields of a Row in a memory of so many GiB.
+
+    peaks: {units: bytes} that is known of it, which grows; guess: the units that are tried first, or None for a guess
+    from two short lengths.
+    """
     limit, total = gibibytes * 2**30 - DRIVER, torch.cuda.get_device_properties(device).total_memory
     if limit > total:
         raise Unavailable(f"needs a card of {gibibytes} GiB")
@@ -89,10 +93,9 @@ def measure(row, gibibytes, device, peaks):
 
     # Memory grows linearly with the length where attention keeps no matrix: two short ones tell about where it ends.
     first, second = GUESSED_FROM
-    guess = first
-    if fits(first) and fits(second):
+    if not guess and fits(first) and fits(second):
         guess = second + int((limit - peaks[second]) / ((peaks[second] - peaks[first]) / (second - first)))
-    most = longest(fits, guess)
+    most = longest(fits, guess or first)
     return {"tokens": most * UNIT, "reserved_mib": peaks[most] / 2**20 if most else None}
 
 
@@ -100,6 +103,9 @@ def parse(argv):
     parser = harness.make_parser("longest", __doc__)
     parser.add_argument("--memory", nargs="+", type=positive, default=MEMORY, metavar="GIB", help="(default: 24 80)")
     parser.add_argument("--rows", nargs="+", type=rows_of, default=[ROWS], metavar="ROW", help="as in benchmarks.steps")
+    parser.add_argument(
+        "--guess", type=positive, metavar="TOKENS", help="what is tried first; a peer compiles for each that is tried"
+    )
     return parser.parse_args(argv)
 
 
@@ -112,11 +118,12 @@ def main(argv):
     shape = SHAPES[MODEL] | {"batch_size": 1}
     fields = dict(peers=versions("transformers"), model=MODEL, shape=shape)
     run = harness.Run("longest", argv, options, device, **fields)
+    guess = options.guess and -(-options.guess // UNIT)
     run.result["memory"] = {str(gibibytes): {} for gibibytes in options.memory}
     for row in map(Row.named, sum(options.rows, [])):
         peaks = {}
         for gibibytes in options.memory:
-            outcome = run.attempt(functools.partial(measure, row, gibibytes, device, peaks))
+            outcome = run.attempt(functools.partial(measure, row, gibibytes, device, peaks, guess))
             run.result["memory"][str(gibibytes)][row.name] = row._asdict() | outcome
             print(f"{gibibytes} GiB {row.name:18} {outcome['error'] or format(outcome['tokens'], ',')}", flush=True)
             run.save()

@@ -214,8 +214,9 @@ def longest_section(rows):
     rows = newest(rows, "memory", "row")
     if rows.empty:
         return ""
+    rows = rows.assign(memory=rows["memory"].astype(int)).sort_values(["memory", "tokens"], ascending=[True, False])
     texts_of_rows = or_error(rows, texts(rows["tokens"], "{:,.0f}".format))
-    table = rows.assign(text=texts_of_rows, memory=rows["memory"] + " GiB")
+    table = rows.assign(text=texts_of_rows, memory=rows["memory"].astype(str) + " GiB")
     table = table.pivot_table("text", "row", "memory", aggfunc="first", sort=False)
     table = table.reset_index(names=f"longest sequence of {rows['model'].iloc[0]}, tokens")
     return paragraphs(markdown(table), provenance(rows))
