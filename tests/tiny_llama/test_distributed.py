@@ -22,7 +22,7 @@ from measure.command_line import NothingRecorded
 from tests.core.tiny import TINY
 from tests.tiny_llama import distributed_program
 from tests.tiny_llama.distributed_program import CONFIG, ON_GPUS, RUNS
-from tiny_llama import checkpoint, distributed
+from tiny_llama import checkpoint, distributed, fp8
 from tiny_llama.distributed import ShardedAdamW, World, summarize_processes
 from tiny_llama.launchers import this_process
 from tiny_llama.notes import lone_process
@@ -432,6 +432,16 @@ def test_a_second_backward_pass_is_refused(monkeypatch):
         optimizer.reduce_gradients(bucket)
     optimizer.zero_grad()
     optimizer.reduce_gradients(bucket)
+
+
+def test_a_check_of_all_processes_keeps_what_fp8_adds_to_that_of_one(monkeypatch, capsys):
+    monkeypatch.setattr(distributed.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(World, "parallelize", lambda world, step: step.model)
+    config = dataclasses.replace(CONFIG, impl="torch", fp8=True, seq_len=16)
+    assert World().check(config, torch.device("cpu"))
+    monkeypatch.setattr(fp8, "relative_bias", lambda multiply, device: 0.03)
+    assert not World().check(config, torch.device("cpu"))
+    assert f"    {fp8.BIAS}: error 3.0e-02" in capsys.readouterr().out
 
 
 def test_the_slowest_process_is_told_from_the_fastest():
