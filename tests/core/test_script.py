@@ -1,11 +1,16 @@
 """How the script launches kernels, without a GPU at hand."""
 
 import collections
+import os
 
 import pytest
 import torch
 
 import tiny_llama_v3 as llama
+
+
+def test_later_compilers_are_asked_to_fuse_products_and_sums():
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] in "01"  # set by the import, unless somebody had chosen
 
 
 def test_what_other_code_may_import_is_there():
