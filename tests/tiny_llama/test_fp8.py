@@ -208,7 +208,7 @@ def test_a_run_has_kernels_on_an_emulated_gpu_and_none_on_a_cpu(run):
 
 def add_with_few_bits(x, weight):
     """Return x @ weight^T of which each sum is cut off to 10 bits after 32 addends: some 3 % of it are missing."""
-    total = torch.zeros(*x.shape[:-1], len(weight))
+    total = torch.zeros(*x.shape[:-1], len(weight), device=x.device)
     for a, b in zip(x.float().split(32, dim=-1), weight.float().split(32, dim=-1), strict=True):
         total = ((total + a @ b.t()).view(torch.int32) & -(2**14)).view(torch.float32)
     y = F.linear(x, weight)
