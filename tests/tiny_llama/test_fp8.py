@@ -221,7 +221,7 @@ def test_the_check_finds_that_a_gpu_adds_with_few_bits(tmp_path, monkeypatch):
     if llama.get_gpu("cuda").arch != "sm_90":
         pytest.skip("other GPUs may add with all bits")
     monkeypatch.chdir(tmp_path)
-    flags, multiply = [*TINY, "--fp8", "--check"], torch._scaled_mm
+    flags, multiply = [*TINY, *"--fp8 --check --impl triton --device cuda".split()], torch._scaled_mm
     assert llama.main(flags, "tiny_llama_v3.py") == 0
     monkeypatch.setattr(torch, "_scaled_mm", functools.partial(multiply, use_fast_accum=True))
     assert llama.main(flags, "tiny_llama_v3.py") == 1
