@@ -47,11 +47,30 @@ def copy_bandwidth(copy, n_bytes, calls=10):
     end.synchronize()
     return calls * n_bytes / start.elapsed_time(end) / 1e6
 """
+SYNCHRONIZE = "torch.cuda.synchronize()"
+BY_NAME = """
+def copy_bandwidth(copy, n_bytes, calls=10):
+    copy()
+    stream = torch.cuda.current_stream()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream.record_event(start)
+    for _ in range(calls):
+        copy()
+    stream.record_event(end)
+    while not end.query():
+        pass
+    return calls * n_bytes / start.elapsed_time(end) / 1e6
+"""
 GATHERED = "count_ptr + chosen, 1, mask=tokens < n_tokens"  # each lane adds its own token
 
 
 @pytest.mark.parametrize("task, old, new", [
     ("copy_bandwidth", "def copy_bandwidth(", f"{EVENTS}\n\ndef another("),
+    ("copy_bandwidth", "def copy_bandwidth(", f"{BY_NAME}\n\ndef another("),
+    ("copy_bandwidth", SYNCHRONIZE, "torch.cuda.current_stream().synchronize()"),
+    ("copy_bandwidth", SYNCHRONIZE, "torch.accelerator.synchronize()"),
+    ("copy_bandwidth", SYNCHRONIZE, "torch.cuda.is_available() and torch.cuda.synchronize()"),
+    ("copy_bandwidth", "time.perf_counter()", "time.perf_counter_ns() / 1e9"),
     ("count_tokens_kernel", "count_ptr + experts, counts", GATHERED),
     ("divide_columns_kernel", "row * n_cols + col", "index"),
 ])  # fmt: skip
