@@ -17,7 +17,7 @@ PLACES = {"gradients": ["SiluMulFunction", "silu_mul"], "loss": ["Model"], "cloc
 SEEN = {
     "gradients": r"of 14 of 16 weights the gradient does not tell how the loss changes: \S+: told \S+, seen \S+$",
     "loss": r"the first loss is 61.\d+, of a model that knows nothing; one that guesses has 4.16: ",
-    "clock": r"a CPU is busy for 3000 ms in the first call and .*: clock\(\) returns 171.90 ms a step: ",
+    "clock": r"a CPU is busy for 3000 ms in the first call and .*: clock\(step, 20\) returns 171.90 ms a step: ",
 }
 
 
@@ -90,6 +90,7 @@ INIT = "        nn.init.normal_(self.embedding.weight, std=0.02)\n"
 WARM = "    losses = [step()]  # compiles and allocates, once\n    synchronize()\n"
 LATER = "    losses += [step() for _ in range(number - 1)]\n    synchronize()\n"
 RESULT = "    return (time.perf_counter() - start) * 1e3 / (number - 1), losses\n"
+TIMED = WARM + "    start = time.perf_counter()\n" + LATER + RESULT
 EACH = """    times = []
     for _ in range(number - 1):
         start = time.perf_counter()
@@ -132,6 +133,7 @@ def slow(*values):
     ("loss", [("logits[:, :-1].flatten(0, 1), tokens[:, 1:]", "logits.flatten(0, 1), tokens")], r"loss\(\) is"),
     ("loss", [(MEAN, MEAN[:-1] + ", reduction='sum') / tokens.numel()")],
      r"loss\(\) is"),
+    ("loss", [("in enumerate(losses)", "in enumerate(losses[1:])")], "12 times and prints 11 lines"),
     ("loss", [("std=0.02", "std=0")], "the loss begins at 4.1589 and is 4.1589"),
     ("loss", [(INIT, "        nn.init.normal_(self.embedding.weight, std=0.5)\n")], "the first loss is 2"),
     ("clock", [(WARM, "    losses = []\n"), ("range(number - 1)", "range(number)"), ("/ (number - 1)", "/ number")],
@@ -139,6 +141,11 @@ def slow(*values):
     # A CPU does not see that nobody waits for the device, in the end or before the beginning.
     ("clock", [(LATER, LATER.replace("    synchronize()\n", ""))], "a device that works on .* returns 1.00 ms"),
     ("clock", [(WARM, WARM.replace("    synchronize()\n", ""))], "a device that works on"),
+    # The host's own time stands still while it waits.
+    ("clock", [(TIMED, TIMED.replace("perf_counter", "process_time"))], "a device that works on .* returns 1.00 ms"),
+    # Nobody waits for the last step.
+    ("clock", [(LATER, "    for _ in range(number - 1):\n        synchronize()\n        losses.append(step())\n")],
+     r"a device that works on .* clock\(step, 5\) returns"),
     ("clock", [(RESULT, "    return 50.0, losses\n")], "a CPU is busy .* returns 50.00 ms"),
     ("clock", [(LATER, EACH), (RESULT, "    return min(times), losses\n")], "a CPU is busy .* returns 20.00 ms"),
     ("clock", [("range(number - 1)", "range(3)"), ("/ (number - 1)", "/ 3")], "calls step 4 times"),
@@ -181,7 +188,6 @@ EVENTS = """    start, end = (torch.cuda.Event(enable_timing=True) for _ in rang
     end.synchronize()
     return start.elapsed_time(end) / number, losses
 """
-TIMED = WARM + "    start = time.perf_counter()\n" + LATER + RESULT
 READ = TIMED.replace("    synchronize()\n", "    losses[-1].item()\n").replace("time.perf_counter", "perf_counter")
 WINDOW = """    losses = [step()]
     return window_ms(lambda: losses.append(step()), number, torch.device(DEVICE)), losses
