@@ -181,6 +181,8 @@ def expect_close(result, wanted, tolerance, hint, name=None):
         symptom = f"{shown}: the mask leaves out the rest, or no program's block has it"
     else:
         symptom = symptom_of(got, wanted, bad)
+        if not symptom or symptom.startswith("only these"):
+            symptom = of_programs(getattr(result, "owner", None), bad) or symptom
     count = f"{int(bad.sum())} of {bad.numel()} elements of {name} {'is' if bad.sum() == 1 else 'are'} wrong"
     fact = f"{count}: at {where} it is {described}, expected {good:.{digits}g}"
     hint = "; ".join(filter(None, (symptom, hint)))
@@ -215,6 +217,13 @@ def symptom_of(got, wanted, bad):
             return "the values are right, but in another order: look at the offsets of loads and stores"
     right = ~bad.flatten(1).any(dim=1) if bad.ndim > 1 else ~bad
     return f"only these {kind} are right: {ranges(right)}" if right.double().mean() > 0.1 else ""
+
+
+def of_programs(owner, bad):
+    """Say so if only program 0 computes what is right; owner: the number of the program that stored each element."""
+    if owner is None or bad[owner == 0].any() or not owner[bad].unique().tolist() == list(range(1, owner.max() + 1)):
+        return ""
+    return "only what program 0 stores is right: which address of the others does not move with tl.program_id?"
 
 
 def ranges(flags):

@@ -134,10 +134,11 @@ CALLS = "loss() was called {} times, expected once at weight + step * direction 
 LOSSES = "both losses are the right ones: (that of the step forth - that of the step back) / (2 * step)"
 
 
-@task((3, 5, 0.5), (4, 1, 0.25))  # the shape of weight, step: large, so that a formula shows
-def slope(exercise, rows, cols, step):
+# The shape of weight, step: large, so that a formula shows; the sign of the slope.
+@task((3, 5, 0.5), (4, 1, 0.25, -1))
+def slope(exercise, rows, cols, step, sign=1):
     weight = (randn(rows, cols).double() / 3).requires_grad_()
-    start, direction, factor = weight.detach().clone(), randn(rows, cols).double(), randn(rows, cols).double()
+    start, direction, factor = weight.detach().clone(), sign * randn(rows, cols).double(), randn(rows, cols).double()
     called = []
 
     def loss():

@@ -45,6 +45,7 @@ class Watch(Observer):
         self.known = np.unique(np.concatenate([addresses(tensor) for tensor in tensors.values()]))
         self.owner = np.full(len(self.known), -1)  # the number of the program that stored an element last
         self.stored_by = np.zeros(len(self.known), dtype=int)  # the line that did
+        self.lowest = {}  # the first offset of each tensor that a program touches
         self.traces = {}  # for each verb and tensor, a number that tells apart all accesses until now
         # For each (line, verb, tensor): of each program the offsets that it touches in elements, their lanes, and what
         # its mask leaves out.
@@ -88,11 +89,14 @@ class Watch(Observer):
         if self.kept is not None:
             touches = program, offsets[wanted], np.flatnonzero(wanted), offsets[~wanted]
             self.accesses[self.line(), verb, name].append(touches)
+        lowest = self.lowest[name] = min(self.lowest.get(name, offsets[wanted].min()), offsets[wanted].min())
         if outside.any():
             lanes, first, last = outside.sum(), offsets[outside][0], tensor.numel() - 1
             hint = f"{'no lane is left out' if wanted.all() else 'the mask lets it through'}: {EXISTING}"
             if lanes == 1 and first == last + 1:
                 hint = f"one too many; the last element is {last}, so is it < or <=?"
+            elif program and lowest > 0:
+                hint = f"no program touches offset 0 of {name}: all begin too far behind, as if the first were number 1"
             where = f"in {lanes} of {wanted.sum()} lanes of program {self.shown(program)}"
             self.tell(f"{verb} offset {first} of {name}, where {name} has no element, {where}", hint)
         return indices, name, program

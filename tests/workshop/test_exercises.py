@@ -141,6 +141,16 @@ def test_the_symptom_is_told(got, symptom):
     assert symptom in told(got.double(), wanted.double(), 1e-9).hint
 
 
+def test_what_only_program_0_computes_is_told():
+    got, wanted = torch.tensor([1.0, 1, 7, 1, 1, 8]), torch.ones(6)
+    got.owner = torch.tensor([0, 0, 1, 1, 2, 2])
+    assert "only what program 0 stores is right: which address" in str(told(got, wanted))
+    got.owner = torch.tensor([0, 0, 1, 1, 1, 2])
+    assert "only what program 0" in str(told(got, wanted))
+    got.owner = torch.tensor([0, 0, 1, 2, 2, 3])  # that of program 2 is right
+    assert "only these elements are right: 0-1, 3-4" in str(told(got, wanted))
+
+
 def test_wrong_results_are_alike_within_the_tolerance():
     got = torch.tensor([1.0, 3.0, 1.0, 0.0])
     for other, alike in ((got + 2e-3, True), (got + 5e-3, False)):  # of 1e-3 + 1e-3 * 3 there
@@ -272,6 +282,8 @@ def test_a_slope_leaves_the_weight_as_it_was(old, new, told, mine, capsys):
      "line LINE reads offset 10 of x, where x has no element, in 2 of 4 lanes of program 0"),
     ("weight_ptr + cols, mask=cols < n", "weight_ptr + cols, mask=cols <= n",
      "line LINE reads offset 10 of weight, .* in 1 of 3 lanes .*: one too many; the last element is 9"),
+    ("weight_ptr + cols, mask=cols < n", "weight_ptr + 5 * row + 5 + tl.arange(0, BLOCK_SIZE), mask=cols < n",
+     "line LINE reads offset 10 of weight, .* of program 1: no program touches offset 0 of weight: all begin too far"),
     ("y_ptr + row * n_cols", "y_ptr + row * 0", "line LINE stores in y for program 1 what program 0 has stored there"),
     # Of the elements from 1 to 4, those of the first block are stored.
     ("weight, mask=cols < n_cols)",
