@@ -82,7 +82,12 @@ def row_sum_kernel(puzzles, n_rows, n_cols, stride_row, block_size):
     x = padded((torch.rand(n_rows, n_cols, device=DEVICE) + 0.5).half(), stride_row)
     args = x, unwritten(n_rows), n_cols, stride_row
     y = launch(puzzles.row_sum_kernel, (n_rows,), *args, BLOCK_SIZE=block_size)
-    expect_close(y, x.double().sum(1), 1e-6, "total begins at 0.0, and the sum of every block is added once")
+    expect_close(
+        y,
+        x.double().sum(1),
+        1e-6,
+        "y[row] is the sum in fp32 of x[row, cols] with cols < n_cols: total begins at 0.0 and adds each block once",
+    )
 
 
 LOWEST = torch.finfo(torch.float32).min
