@@ -54,9 +54,8 @@ def rotary(x):
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def reference(weights, tokens):
-    """Return the logits of the model in fp64, on the CPU, for {name: weight}."""
-    w = {name: weight.detach().double().cpu() for name, weight in weights.items()}
+def reference(w, tokens):
+    """Return the logits of the model for {name: weight}, in fp64 and on the CPU."""
     x = w["embedding.weight"][tokens.cpu()]
     future = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
     for layer in (f"layers.{number}." for number in range(LAYERS)):
@@ -72,9 +71,9 @@ def reference(weights, tokens):
 
 
 def cross_entropy(logits, tokens):
-    """Return the mean cross-entropy of the next tokens, a float."""
-    log_p = logits.detach().double().log_softmax(-1)[:, :-1]
-    return -log_p.gather(2, tokens[:, 1:, None]).mean().item()
+    """Return the mean cross-entropy of the next tokens, a scalar in fp64."""
+    log_p = logits.double().log_softmax(-1)[:, :-1]
+    return -log_p.gather(2, tokens[:, 1:, None]).mean()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -97,8 +96,9 @@ def gradients(program):
         for weight in model.parameters():
             random = torch.randn(weight.shape).to(weight)
             weight.copy_(1 + 0.3 * random if weight.ndim == 1 else random * weight.shape[1] ** -0.5)
-    logits = model(tokens)
-    wanted = reference(dict(model.named_parameters()), tokens)
+    weights, logits = dict(model.named_parameters()), model(tokens)
+    exact = {name: weight.detach().double().cpu().requires_grad_() for name, weight in weights.items()}
+    wanted = reference(exact, tokens)
     expect_close(logits.detach().cpu(), wanted, 1e-3, "the model is to compute what its docstrings say", "the logits")
     try:
         findings = audit(model, lambda: program.loss(model(tokens), tokens))
@@ -108,7 +108,13 @@ def gradients(program):
         name, told, seen = findings.wrong[0]
         fact = f"of {len(findings.wrong)} of {len(SHAPES)} weights the gradient does not tell how the loss changes"
         raise Wrong(fact, f"{name}: told {told:+.3g}, seen {seen:+.3g}")
-    weights = dict(model.named_parameters())
+    # The audit sees errors of a few per cent. Those of rounding are smaller, and show beside the largest element.
+    found = torch.autograd.grad(cross_entropy(logits, tokens), weights.values())
+    right = torch.autograd.grad(cross_entropy(wanted, tokens.cpu()), exact.values())
+    for name, grad, theirs in zip(weights, found, right, strict=True):
+        size = theirs.abs().max().item()
+        fact = f"the gradient of {name} as a share of its largest element"
+        expect_close(grad / size, theirs / size, 1e-3, "all of the backward pass stays in fp32", fact)
     wanted = torch.autograd.grad(program.loss(model(tokens), tokens), weights.values())
     for _ in range(2):  # the first call leaves a gradient, to which the second one does not add
         program.gradients(model, tokens)
@@ -130,14 +136,14 @@ def loss(program):
     torch.manual_seed(0)
     for size in (1, 40):
         logits, tokens = torch.randn(3, 7, VOCAB_SIZE) * size, torch.randint(VOCAB_SIZE, (3, 7))
-        got, wanted = torch.as_tensor(program.loss(logits, tokens)).detach(), cross_entropy(logits, tokens)
+        got, wanted = torch.as_tensor(program.loss(logits, tokens)).detach(), cross_entropy(logits, tokens).item()
         fact = f"loss() is {got.tolist()!s:.40} for logits whose mean cross-entropy is {wanted:.4f}"
         expect(got.numel() == 1 and math.isclose(got.item(), wanted, rel_tol=1e-4), fact, "compare with its docstring")
     true, create = [], program.Model
 
     def watched():
         model = create()
-        model.register_forward_hook(lambda _, args, logits: true.append(cross_entropy(logits, args[0])))
+        model.register_forward_hook(lambda _, args, logits: true.append(cross_entropy(logits, args[0]).item()))
         return model
 
     with mock.patch.dict(vars(program), Model=watched):

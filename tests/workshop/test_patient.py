@@ -121,6 +121,7 @@ def slow(*values):
      r"of \d+ of 16 weights .*told .*, seen"),
     ("gradients", [(BACKWARD, "y_grad * up * sigmoid, y_grad * silu")], "weights the gradient does not tell"),
     slow("gradients", [(BACKWARD, "y_grad * up * (sigmoid + silu * (1 - sigmoid)), None")], "weights the gradient"),
+    slow("gradients", [(BACKWARD, BACKWARD.replace("y_grad", "y_grad.bfloat16()"))], "stays in fp32"),
     ("gradients", [("    value.backward()", "    (2 * value).backward()")],
      "of the gradient of embedding.weight are wrong"),
     ("gradients", [("    model.zero_grad()\n", "")], "every element is 2 times what is expected; .* second time"),
