@@ -1,7 +1,7 @@
 """Checks of the patient, a program with mistakes that nobody names: each says what is seen, and accepts any mend.
 
-The model and its gradients are compared with a reference in fp64, and audited. What the program prints is compared with what its model
-gave. Nothing is timed: the step that the program's clock measures takes simulated time.
+The model and its gradients are compared with a reference in fp64, and audited. What the program prints is compared with
+what its model gave. Nothing is timed: the step that the program's clock measures takes simulated time.
 """
 
 import contextlib
