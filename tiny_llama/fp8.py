@@ -424,9 +424,14 @@ class RoundingFunction(torch.autograd.Function):
         return grad if ctx.gradient_dtype is None else rounded(grad, ctx.gradient_dtype), None, None
 
 
+def emulated_formats(x):
+    """Return the Formats of the device of a tensor, or on a GPU without FP8 those of most others."""
+    return formats_for(x) or OCP
+
+
 def emulated_linear(x, weight):
     """x (..., K) @ weight (N, K)^T of both, and of the gradient in backward, rounded to FP8."""
-    formats, kind = formats_for(x) or OCP, x.device.type
+    formats, kind = emulated_formats(x), x.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x, weight = (RoundingFunction.apply(tensor.to(low), formats.forward, None) for tensor in (x, weight))
     return RoundingFunction.apply(F.linear(x, weight), None, formats.gradient)
@@ -457,7 +462,7 @@ def relative_bias(multiply, device):
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.rand(2, ROWS, SUMMED, generator=generator).to(device, torch.bfloat16)
-    x8, weight8 = (rounded(tensor, (formats_for(x) or OCP).forward).double() for tensor in (x, weight))
+    x8, weight8 = (rounded(tensor, emulated_formats(x).forward).double() for tensor in (x, weight))
     exact = x8 @ weight8.t()
     return float(((multiply(x, weight).double() - exact).mean() / exact.mean()).abs())
 
