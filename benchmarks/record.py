@@ -61,6 +61,7 @@ PARTS = [
     *steps_of("ours eager 'triton fp8 graph'", small=95),
     *steps_of("ours", medium=83, large=134),
     Part(f"{STEPS} --sweep shapes", 590),
+    Part(f"{STEPS} --sweep micro-batches", 120),
     Part("python -m benchmarks.kernels", 185),
     Part("python -m benchmarks.kernels --only layer-norm", 66),
     Part("python -m benchmarks.kernels --only fp8-layer", 55),
@@ -72,7 +73,7 @@ PARTS = [
     Part("python -m benchmarks.pages.traces", 65),
     *steps_of("peers fp8", medium=255, large=387),
     Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 114),
-    Part("python -m benchmarks.gpt", 47),
+    Part("python -m benchmarks.gpt", 130),
 ]
 # What takes long, or only explains how the cost grows. The pages keep the recorded results.
 RARE = [

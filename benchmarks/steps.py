@@ -3,7 +3,7 @@
     python -m benchmarks.steps                                every size and row, bf16
     python -m benchmarks.steps --sizes small --rows "triton graph" "sdpa compile graph"
     python -m benchmarks.steps --rows peers           a named group: ours, eager, peers, fp8, autotuned, sweep, shapes
-    python -m benchmarks.steps --sweep length         how the cost grows; also width, vocab
+    python -m benchmarks.steps --sweep length         how the cost grows; also width, vocab, micro-batches
     python -m benchmarks.steps --sweep shapes         the shapes of ten models
     TRITON_INTERPRET=1 python -m benchmarks.steps --tiny      a small model, also on a CPU
 
@@ -240,6 +240,7 @@ GROUPS = {
     "autotuned": [f"{OURS} graph", ANCHOR, f"{AUTOTUNED} compile graph"],
     "sweep": ["torch graph", ANCHOR, f"{OURS} graph"],
     "shapes": [ANCHOR, f"{OURS} graph"],
+    "micro-batches": [ANCHOR, f"{OURS} graph"],
 }
 ROWS = {name: Row.named(name) for names in GROUPS.values() for name in names}
 

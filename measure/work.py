@@ -64,6 +64,7 @@ SWEEPS = {
     },
     "vocab": {f"vocab {n:,}": SIZES["large"] | dict(num_layers=4, vocab_size=n) for n in (1000, 32000, 128256)},
     "shapes": SHAPES,
+    "micro-batches": {f"{n} to a step": SIZES["large"] | dict(accumulate=n) for n in (1, 4, 16)},
 }
 
 

@@ -44,6 +44,7 @@ SECTIONS = {  # {marker: function of the folder of results that returns Markdown
     "steps": training_steps.steps_section,
     "sweeps": training_steps.sweeps_section,
     "shapes": training_steps.shapes_section,
+    "micro-batches": training_steps.micro_batches_section,
     "longest": training_steps.longest_section,
     "kernels": kernel_tables.kernels_section,
     "kernel-costs": kernel_costs.kernel_costs_section,

@@ -208,6 +208,19 @@ def shapes_section(rows):
     return paragraphs(markdown_table(header, lines), f"{median}.{note}", provenance(rows))
 
 
+@of_each_device(*STEPS)
+def micro_batches_section(rows):
+    """Show the time of a micro-batch and the share of the peak, as more of them share an update of the weights."""
+    rows = newest_of_sweep(rows, "micro-batches")
+    if rows.empty:
+        return ""
+    micro_batch = rows["ms median"] / rows["config"].str["accumulate"]
+    shown = micro_batch.map(number) + " (" + rows["mfu"].map(tenths) + " %)"
+    table = rows.assign(text=or_error(rows, shown)).pivot_table("text", "size", "row", aggfunc="first", sort=False)
+    table = table.reset_index(names="micro-batches: ms of one (of peak)")
+    return paragraphs(markdown(table), provenance(rows))
+
+
 @of_each_device("longest", "memory {memory} {row}")
 def longest_section(rows):
     """Show the longest sequence of each row in each memory."""
