@@ -25,9 +25,9 @@ import tiny_llama_v3 as llama
 from benchmarks import harness
 from measure.command_line import positive, program
 from measure.results import Unavailable, describe
-from measure.timing import compile_apart, in_turns
+from measure.timing import compile_apart, in_turns, percentiles
 from measure.work import SIZES
-from tiny_llama import distributed
+from tiny_llama import distributed, profiler
 
 ROWS = {  # flags of tiny_llama_v3.py
     "triton graph": dict(impl="triton", graph=True),
@@ -109,6 +109,12 @@ class Run(harness.WorldRun):
         self.world.gather(None)
         return self.world.gather(contender.window() if self.world.rank == 0 else None)[0]
 
+    def exposed_ms(self, contender, ms):
+        """Return how long a step waits for messages on the process that waits longest; None where it is not known."""
+        counts = profiler.count_kernels(contender.step, ms)  # on a CPU the text of a reason
+        exposed = self.world.gather(counts["exposed_communication_ms"] if isinstance(counts, dict) else None)
+        return None if None in exposed else max(exposed)
+
     def time(self, contender, config, factor):
         """Return the fields of a row: a contender of all processes, beside one process with factor times its batch."""
         # The same work in one process: all of the batch that strong scaling divides.
@@ -118,15 +124,18 @@ class Run(harness.WorldRun):
         if single not in self.alone_ms:
             functions["alone"] = functools.partial(self.alone, self.build(single))
         windows = dict(zip(functions, in_turns(list(functions.values()), self.options.windows), strict=True))
-        ms = {mode: statistics.median(values) for mode, values in windows.items()}
-        alone_ms = self.alone_ms.setdefault(single, ms.get("alone"))
+        ms = percentiles(windows["exchanging"])
+        exchanging_ms = ms.pop("median")
+        if "alone" in windows:
+            self.alone_ms[single] = statistics.median(windows["alone"])
         memory = self.world.gather(contender.results["peak_memory_mib"])
         return {
             "losses": contender.losses,
             "windows_ms": windows,
-            "ms": {"alone": alone_ms, **ms},
-            "tokens_per_second": self.world.size * config.tokens_per_step / ms["exchanging"] * 1e3,
-            "efficiency": alone_ms / factor / ms["exchanging"],
+            "ms": {"alone": self.alone_ms[single], "exchanging": exchanging_ms, **ms},
+            "exposed_communication_ms": self.exposed_ms(contender, exchanging_ms),
+            "tokens_per_second": self.world.size * config.tokens_per_step / exchanging_ms * 1e3,
+            "efficiency": self.alone_ms[single] / factor / exchanging_ms,
             "peak_memory_mib": max(memory) if all(memory) else None,
         }
 
