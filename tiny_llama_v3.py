@@ -3219,9 +3219,8 @@ class FlatAdamW:
         self.parameters = list(model.parameters())
         own_blocks = self.place(buckets or [self.parameters], *share)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=self.parameters[0].device)
-        self.param = zeros(
-            len(self.owners) * ADAMW_BLOCK, dtype=torch.bfloat16 if self.low_precision else torch.float32
-        )
+        dtype = torch.bfloat16 if self.low_precision else torch.float32
+        self.param = self.make_weights(len(self.owners) * ADAMW_BLOCK, dtype=dtype, device=self.parameters[0].device)
         self.grad = torch.zeros_like(self.param, dtype=self.gradient_dtype)
         n_state = len(own_blocks) * ADAMW_BLOCK
         self.remainder = zeros(n_state, dtype=torch.int16) if self.low_precision else None
@@ -3247,6 +3246,10 @@ class FlatAdamW:
         # The parameters' former memory is free now, as much as a moment takes.
         self.exp_avg, self.exp_avg_sq = (zeros(n_state, dtype=self.moments_dtype) for _ in range(2))
         self.beta_powers.fill_(1.0)
+
+    def make_weights(self, *size, **options):
+        """Return the buffer of the weights, zeros."""
+        return torch.zeros(*size, **options)
 
     @property
     def lr(self):

@@ -33,7 +33,9 @@ from tiny_llama_v3 import UsageError
 TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()  # what torchrun sets for its processes
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # by torchrun: how often it has started them again
 FIND_SECONDS = llama.Config().comm_timeout  # how long processes wait until all have started
-BUCKET_ELEMENTS = 256_000_000  # of a message; with a quarter, a large step takes 0.5 % longer on two H200
+# Of a message: at least, because products for the gradients of few small layers leave multiprocessors idle, and at
+# most; with a quarter of that, a large step takes 0.5 % longer on two H200.
+FEWEST_ELEMENTS, MOST_ELEMENTS = 10_000_000, 256_000_000
 LOST_PEER = "Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|NCCL"  # in errors of gloo and NCCL
 # Renamed in PyTorch 2.13. A PyTorch without torch.distributed has neither.
 reduce_scatter = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
@@ -56,6 +58,7 @@ class World(llama.OneProcess):
     store: object = None  # the key-value store of torchrun, or else of rank 0
     backend: str = None  # of weights and gradients: "nccl" or "gloo"
     control: object = None  # the process group of the hosts
+    has_copies: bool = False  # whether weights travel by the GPUs' copy engines
     stop_requested: int = None  # the signal that did, of Ctrl-C or SIGTERM
 
     def select_device(self, requested):
@@ -88,10 +91,14 @@ class World(llama.OneProcess):
         options = dict(store=self.store, rank=self.rank, world_size=self.size)
         if self.backend == "nccl":
             # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free.
-            options |= dict(
-                pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
-                device_id=torch.device("cuda", self.local_rank),
-            )
+            nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            # Since NCCL 2.28, what processes of one host gather needs none: copy engines move it, between weights that
+            # make_weights() registers. RCCL was not tried.
+            self.has_copies = is_one_host() and hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
+            self.has_copies = self.has_copies and not torch.version.hip
+            if self.has_copies:
+                nccl.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+            options |= dict(pg_options=nccl, device_id=torch.device("cuda", self.local_rank))
         with finding_each_other():
             dist.init_process_group(self.backend, timeout=limit, **options)
             self.control = dist.new_group(backend="gloo", timeout=limit)
@@ -269,6 +276,11 @@ class World(llama.OneProcess):
         return world
 
 
+def is_one_host():
+    """Return whether torchrun started all processes here."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
 def taking_parts(optimizer):
     """Return a context in which a whole tensor can be copied to one that FSDP2 shares out."""
     if not any(hasattr(p, "full_tensor") for p in optimizer.parameters):
@@ -385,17 +397,18 @@ class Bucket:
 def make_buckets(model):
     """Return [Bucket] of all parameters, in their order. The embedding is in the first, an untied head in the last.
 
-    No computation is left to hide the first layer's messages behind, so they are short. Each further bucket may be as
-    large as all before it together, up to BUCKET_ELEMENTS; a larger layer has one of its own.
+    No computation is left to hide the first bucket's messages behind, so it is short, of FEWEST_ELEMENTS or more. Each
+    further one may be twice as large as all before it together, up to MOST_ELEMENTS; a larger layer has one of its own.
     """
     first, *layers = model.layers
     buckets = [Bucket([*model.embed_tokens.parameters(), *first.parameters()], [first])]
-    limit = 0
+    before = 0  # elements in those before the last
     for layer in layers:
-        parameters = list(layer.parameters())
-        last = buckets[-1]
-        if not limit or llama.count_weights(last.parameters + parameters) > min(limit, BUCKET_ELEMENTS):
-            limit += llama.count_weights(last.parameters)
+        parameters, last = list(layer.parameters()), buckets[-1]
+        elements = llama.count_weights(last.parameters)
+        longer = elements + llama.count_weights(parameters)
+        if longer > min(2 * before, MOST_ELEMENTS) if before else elements >= FEWEST_ELEMENTS:
+            before += elements
             last = Bucket([], [])
             buckets.append(last)
         last.parameters += parameters
@@ -430,6 +443,17 @@ class ShardedAdamW(llama.FlatAdamW):
         for bucket, elements in zip(self.buckets, self.bucket_slices, strict=True):
             bucket.all_weights, bucket.all_grads = both = self.param[elements], self.grad[elements]
             bucket.own_weights, bucket.own_grads = (flat.chunk(world.size)[world.rank] for flat in both)
+
+    def make_weights(self, *size, **options):
+        """Return the buffer of the weights, zeros; copy engines need it registered. All processes must call it."""
+        if not self.world.has_copies:
+            return super().make_weights(*size, **options)
+        backend = dist.group.WORLD._get_backend(options["device"])
+        self.pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self.pool):
+            weights = super().make_weights(*size, **options)
+        backend.register_mem_pool(self.pool, symm=True)
+        return weights
 
     def each_weight(self):
         """Yield the weights as FlatAdamW.each_weight(); all processes must call it."""

@@ -79,14 +79,16 @@ def count_kernels(step, batch_ms):
         return f"another profiler is attached ({attached_profiler()})"
     steps = 1 if step.world.size == 1 else 2  # the first of two also waits for the other processes' profilers
     events = profiled(step, steps).events()
-    kernels = [event for event in events if is_work(event) and not event.name.startswith(("Memcpy", "Memset"))]
+    gpu_events = [event for event in events if is_work(event) and not event.name.startswith("Memset")]
+    kernels = [event for event in gpu_events if not event.name.startswith("Memcpy")]
     on_host = [event for event in events if event.device_type == DeviceType.CPU]
     calls = [event for event in on_host if re.match(LAUNCH, event.name)]
     counts = {"kernels": len(kernels) // steps, "launches": len(calls) // steps}
     if steps > 1:
-        spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in kernels)
+        spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in gpu_events)
         spans = spans[len(spans) // steps :]  # the second step
-        work = [span for span in spans if not span[2].startswith("nccl")]  # RCCL's name as well
+        # Messages are NCCL's kernels, and RCCL's, or copies.
+        work = [span for span in spans if not span[2].startswith(("nccl", "Memcpy"))]
         step_ms = (max(end for _, end, _ in spans) - spans[0][0]) / 1e3
         exposed_ms = (covered(spans) - covered(work)) / 1e3
         counts["exposed_communication_ms"] = exposed_ms if step_ms <= SLOWED_DOWN * batch_ms else None

@@ -54,6 +54,12 @@ def by_hand(python, port, rank, *arguments):
     return begin([python], *arguments, *ENDLESS, **place)
 
 
+@pytest.fixture(autouse=True)
+def several_messages(monkeypatch):
+    """Let small models have several buckets."""
+    monkeypatch.setattr(distributed, "FEWEST_ELEMENTS", 0)
+
+
 @pytest.fixture(scope="module")
 def start(python):
     return functools.partial(begin, torchrun(python))
@@ -374,15 +380,44 @@ def test_slices_of_all_processes_are_the_buckets(size):
 ONE_LAYER = llama.count_weights(llama.TransformerBlock(TINY, llama.OPERATIONS["torch"]).parameters())
 
 
-@pytest.mark.parametrize("num_layers, most, layers", [
-    (1, None, [1]), (8, None, [1, 1, 2, 4]), (8, 2 * ONE_LAYER, [1, 1, 2, 2, 2]), (4, ONE_LAYER // 2, [1, 1, 1, 1]),
+@pytest.mark.parametrize("num_layers, fewest, most, layers", [
+    (1, 1, 99, [1]), (12, 1, 99, [1, 2, 6, 3]), (8, 2.5, 99, [3, 5]), (2, 9, 99, [2]), (9, 1, 3, [1, 2, 3, 3]),
+    (4, 0.5, 0.5, [1, 1, 1, 1]),
 ])  # fmt: skip
-def test_buckets_double_until_they_are_large(monkeypatch, num_layers, most, layers):
-    monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", most or distributed.BUCKET_ELEMENTS)
+def test_buckets_triple_until_they_are_large(monkeypatch, num_layers, fewest, most, layers):
+    monkeypatch.setattr(distributed, "FEWEST_ELEMENTS", fewest * ONE_LAYER)
+    monkeypatch.setattr(distributed, "MOST_ELEMENTS", most * ONE_LAYER)
     model = llama.TinyLlamaTriton(dataclasses.replace(TINY, num_layers=num_layers), llama.OPERATIONS["torch"])
     buckets = distributed.make_buckets(model)
     assert [len(bucket.layers) for bucket in buckets] == layers
     assert list(map(id, model.parameters())) == [id(p) for bucket in buckets for p in bucket.parameters]
+
+
+@pytest.mark.parametrize("local, constant, hip, copies", [
+    ("4", "NCCL_CTA_POLICY_ZERO", None, True), ("2", "NCCL_CTA_POLICY_ZERO", None, False),
+    ("4", "NCCL_CTA_POLICY_EFFICIENCY", None, False), ("4", "NCCL_CTA_POLICY_ZERO", "7.0", False),
+])  # fmt: skip
+def test_copy_engines_gather_weights_where_nccl_can(monkeypatch, local, constant, hip, copies):
+    """On one host, from NCCL 2.28 on, and not on ROCm. The buffer of the weights is then registered."""
+    config, registered = SimpleNamespace(cta_policy=None), []
+    options = SimpleNamespace(Options=lambda **given: SimpleNamespace(config=config), **{constant: 2})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(distributed.dist, "ProcessGroupNCCL", options, raising=False)
+    for name in "init_process_group", "new_group":
+        monkeypatch.setattr(distributed.dist, name, Mock())
+    backend = Mock(register_mem_pool=lambda pool, symm: registered.append(pool) if symm else None)
+    group = SimpleNamespace(WORLD=SimpleNamespace(_get_backend=lambda device: backend))
+    monkeypatch.setattr(distributed.dist, "group", group)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: allocator)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", contextlib.nullcontext)
+    world = World(0, 4)
+    world.join(torch.device("cuda"), timeout=9)
+    assert (world.has_copies, config.cta_policy) == (copies, 2 if copies else None)
+    optimizer = ShardedAdamW(1e-3, world=world)
+    weights = optimizer.make_weights(8, device=torch.device("cpu"))
+    assert weights.tolist() == [0] * 8 and registered == [backend.mem_allocator] * copies
 
 
 @pytest.mark.parametrize("overlaps, under_way", [(False, []), (True, [1])])
@@ -407,7 +442,7 @@ def compiled_by(size, monkeypatch):
     monkeypatch.setattr(llama, "launch_by_triton", launch)
     monkeypatch.setattr(llama, "COMPILED", {})
     monkeypatch.setattr(llama, "INTERPRETED", True)
-    config = dataclasses.replace(CONFIG, batch_size=1, seq_len=16, num_layers=3)
+    config = dataclasses.replace(CONFIG, batch_size=1, seq_len=16, num_layers=2)
     world = World(0, size) if size > 1 else llama.OneProcess()
     step = llama.TrainStep(config, torch.device("cpu"), world)
     step.load(*next(llama.batches(config)))

@@ -185,8 +185,9 @@ def test_what_a_step_launched_is_counted(monkeypatch, processes, batch_ms, expos
         events = [event(name, type=DeviceType.CPU) for name in calls] * steps
         for at in range(0, 10_000 * steps, 10_000):
             received = 4000 if at else 6000  # the first step waits for the other process's profiler
-            spans = ("matmul", 0, 3500), ("norm", 2000, 3000), ("nccl:all_gather", 1000, received), ("Memset", 0, 4000)
-            events += [event(name, at + start, at + end) for name, start, end in (*spans, ("step", 0, 4000))]
+            messages = ("nccl:reduce_scatter", 1000, 3700), ("Memcpy PtoP", 3600, received)
+            spans = ("matmul", 0, 3500), ("norm", 2000, 3000), ("Memset", 0, 4000), ("step", 0, 4000), *messages
+            events += [event(name, at + start, at + end) for name, start, end in spans]
         return SimpleNamespace(events=lambda: events)
 
     monkeypatch.setattr(profiler, "attached_profiler", lambda: None)
