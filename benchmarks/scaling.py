@@ -109,11 +109,14 @@ class Run(harness.WorldRun):
         self.world.gather(None)
         return self.world.gather(contender.window() if self.world.rank == 0 else None)[0]
 
-    def exposed_ms(self, contender, ms):
-        """Return how long a step waits for messages on the process that waits longest; None where it is not known."""
+    def waiting_ms(self, contender, ms):
+        """Return how long the processes wait for messages in a step: {"waiting least": ..., "waiting most": ...}.
+
+        Those that compute faster also wait for the others. Empty where it is not known.
+        """
         counts = profiler.count_kernels(contender.step, ms)  # on a CPU the text of a reason
         exposed = self.world.gather(counts["exposed_communication_ms"] if isinstance(counts, dict) else None)
-        return None if None in exposed else max(exposed)
+        return {} if None in exposed else {"waiting least": min(exposed), "waiting most": max(exposed)}
 
     def time(self, contender, config, factor):
         """Return the fields of a row: a contender of all processes, beside one process with factor times its batch."""
@@ -128,12 +131,12 @@ class Run(harness.WorldRun):
         exchanging_ms = ms.pop("median")
         if "alone" in windows:
             self.alone_ms[single] = statistics.median(windows["alone"])
+        waiting = self.waiting_ms(contender, exchanging_ms)
         memory = self.world.gather(contender.results["peak_memory_mib"])
         return {
             "losses": contender.losses,
             "windows_ms": windows,
-            "ms": {"alone": self.alone_ms[single], "exchanging": exchanging_ms, **ms},
-            "exposed_communication_ms": self.exposed_ms(contender, exchanging_ms),
+            "ms": {"alone": self.alone_ms[single], "exchanging": exchanging_ms, **ms, **waiting},
             "tokens_per_second": self.world.size * config.tokens_per_step / exchanging_ms * 1e3,
             "efficiency": self.alone_ms[single] / factor / exchanging_ms,
             "peak_memory_mib": max(memory) if all(memory) else None,
