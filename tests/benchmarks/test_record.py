@@ -58,6 +58,11 @@ def test_every_part_is_a_command_that_its_program_takes():
     assert sum(part.seconds for part in record.PARTS) <= 2400 + 600
 
 
+def test_the_recorded_results_can_be_read(capsys):
+    """All of them, whoever wrote them."""
+    assert record.main([]) == 0, capsys.readouterr().err
+
+
 def test_code_has_changed_if_git_says_so_or_does_not_know_the_commit(tmp_path, monkeypatch):
     def git(*words):
         return subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
