@@ -92,12 +92,12 @@ class World(llama.OneProcess):
         if self.backend == "nccl":
             # NCCL's kernels go first: all processes wait for them, and they leave most multiprocessors free.
             nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            # Since NCCL 2.28, what processes of one host gather needs none: copy engines move it, between weights that
-            # make_weights() registers. RCCL was not tried.
-            self.has_copies = is_one_host() and hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
-            self.has_copies = self.has_copies and not torch.version.hip
+            # Gathering needs no kernel on one host, since NCCL 2.28: the GPUs' copy engines move what make_weights()
+            # has registered. RCCL was not tried.
+            policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+            self.has_copies = policy is not None and is_one_host() and not torch.version.hip
             if self.has_copies:
-                nccl.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+                nccl.config.cta_policy = policy
             options |= dict(pg_options=nccl, device_id=torch.device("cuda", self.local_rank))
         with finding_each_other():
             dist.init_process_group(self.backend, timeout=limit, **options)
@@ -445,7 +445,7 @@ class ShardedAdamW(llama.FlatAdamW):
             bucket.own_weights, bucket.own_grads = (flat.chunk(world.size)[world.rank] for flat in both)
 
     def make_weights(self, *size, **options):
-        """Return the buffer of the weights, zeros; copy engines need it registered. All processes must call it."""
+        """As FlatAdamW.make_weights(); registered, if copy engines move them: then all processes must call it."""
         if not self.world.has_copies:
             return super().make_weights(*size, **options)
         backend = dist.group.WORLD._get_backend(options["device"])
