@@ -457,8 +457,10 @@ class ShardedAdamW(llama.FlatAdamW):
 
     def each_weight(self):
         """Yield the weights as FlatAdamW.each_weight(); all processes must call it."""
+        # Asynchronous also here: copy engines refuse the default stream, on which synchronous messages are.
+        self.gather_weights(self.buckets)
         for bucket in self.buckets:
-            all_gather(bucket.all_weights, bucket.own_weights)
+            self.wait_for_weights(bucket)
         yield from super().each_weight()
 
     def gather(self, flat):

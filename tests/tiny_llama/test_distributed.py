@@ -429,6 +429,22 @@ def test_without_hooks_all_weights_are_there_before_the_forward_pass(monkeypatch
     assert [number for number, bucket in enumerate(optimizer.buckets) if bucket.gathering] == under_way
 
 
+def test_no_gathering_of_weights_is_on_the_default_stream(monkeypatch):
+    """Which copy engines refuse. Asynchronous messages have a stream of their own."""
+    gathered, waited = [], Mock()
+
+    def gather(everything, own, async_op=False):
+        gathered.append((len(everything), async_op))
+        return SimpleNamespace(wait=lambda: waited(len(everything)))
+
+    monkeypatch.setattr(distributed, "all_gather", gather)
+    optimizer, _ = make_optimizers(2, 8)
+    weights = optimizer.weights()
+    assert gathered == [(len(bucket.all_weights), True) for bucket in optimizer.buckets]
+    assert [call.args for call in waited.call_args_list] == [(length,) for length, _ in gathered]
+    assert len(weights) == len(optimizer.parameters) and not any(bucket.gathering for bucket in optimizer.buckets)
+
+
 def compiled_by(size, monkeypatch):
     """Return what a step of one of so many processes compiles: {(kernel, constants, types of numbers and tensors)}."""
     found = set()
