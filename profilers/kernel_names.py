@@ -32,6 +32,7 @@ OPERATIONS = {
     r"^nccl.*ReduceScatter": "reduce-scatter",
     r"^nccl.*AllGather": "all-gather",
     r"^nccl|all_reduce|cross_device_reduce": "collective",
+    r"^Memcpy PtoP": "copy between GPUs",  # by a copy engine; also how NCCL gathers registered memory
     # code that torch.compile generates; its names list the operators, those around a product or attention too
     r"^triton_(poi|per|red|for)_|cpp_fused_": "fused by torch.compile",
     # fused attention: flash, cuDNN, memory-efficient, AOTriton, CK, paged
@@ -57,7 +58,7 @@ OPERATIONS = {
     r"reduce|aten::(sum|mean|max|norm)": "reduction",
     r"elementwise|aten::(add|mul|div|sub|pow|rsqrt|sqrt|silu|sigmoid|neg|exp|addcmul|addcdiv|lerp)\w*$": "elementwise",
 }
-COLLECTIVES = ("reduce-scatter", "all-gather", "collective")
+COLLECTIVES = ("reduce-scatter", "all-gather", "collective", "copy between GPUs")
 OTHER = "other"
 OPERATION_PATTERNS = [(re.compile(pattern), operation) for pattern, operation in OPERATIONS.items()]
 
@@ -76,6 +77,7 @@ COLORS = {
     "embedding": "#17becf", "embedding backward": "#9edae5", "cross-entropy": "#e377c2",
     "optimizer": "#bcbd22", "gradient norm": "#e7e29a",
     "reduce-scatter": "#b5179e", "all-gather": "#f72585", "collective": "#ffb3d9",
+    "copy between GPUs": "#f76fb3",
     "elementwise": "#393b79", "reduction": "#9c9ede", "random numbers": "#5f9ea0",
     "copy or fill": "#7f7f7f", OTHER: "#d9d9d9",
 }  # fmt: skip

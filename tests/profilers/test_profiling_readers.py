@@ -783,6 +783,7 @@ OPERATIONS = {  # name of a kernel: operation
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 7, false, false>(float*)": "softmax",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor"
     "<float, 4, (ADAM_MODE)1, false>>(x)": "optimizer",
+    "Memcpy PtoP (Device -> Device)": "copy between GPUs",
     "Memcpy DtoD (Device -> Device)": "copy or fill", "__amd_rocclr_fillBufferAligned": "copy or fill",
     "aten::mm": "matrix product", "my_own_thing": "other",
     "Custom_Cijk_Ailk_Bljk_BBS_BH_MT64x64x32_MI16x16x1": "matrix product", "_matmul_ogs_128x256": "matrix product",
