@@ -4,6 +4,7 @@ import itertools
 
 import pandas as pd
 
+from benchmarks import scaling
 from benchmarks.message_sums import TIMED
 from benchmarks.pages.long_table import (
     markdown,
@@ -20,28 +21,40 @@ from measure.tables import number
 
 SCALING = "scaling", "sizes {size} {mode} rows {row}"
 OURS = "triton graph"
+PLACES = {name: number for number, name in enumerate([*scaling.SCALED, *scaling.ROWS])}  # of sizes and rows
 
 
 def newest_scaling(rows):
-    """Return the rows of the newest result with times of each number of processes, size and mode: weak, strong."""
+    """Return each row from the newest result with times of its number of processes, size and mode: weak, strong.
+
+    A row has one process alone, too, so it can be beside those of another run.
+    """
     rows = rows[rows["size"] != "tiny"]
     # What --time-limit left out has no times, and does not replace an older result.
     times = rows.groupby(["file", "size", "mode"])["ms exchanging"].transform("count")
-    return newest(rows[times > 0], "processes", "size", "mode")
+    return newest(rows[times > 0], "processes", "size", "mode", "row")
 
 
 def scaling_text(gpus, rows):
     """Return the table of a number of processes; "strong" divides the batch of "weak"."""
     names = ["size", "row"]
+    rows = rows.sort_values(names, key=lambda column: column.map(PLACES), kind="stable")
     weak = rows[rows["mode"] == "weak"]
     # In the order of the rows of "weak"; cells of what was not measured stay empty.
     strong = rows[rows["mode"] == "strong"].set_index(names).reindex(weak[names]).set_index(weak.index)
     labels = weak["size"] + ", " + weak["row"]
+
+    def span(*columns):
+        low, high = (texts(weak[name], number) for name in columns)
+        return low + "–" + high
+
+    spread = (" (" + span("ms p20", "ms p80") + ")").fillna("")
     table = pd.DataFrame({
         "": labels.mask(weak["row"] == OURS, "**" + labels + "**"),
         "1 GPU, ms": or_error(weak, weak["ms alone"].map(number)),
-        f"{gpus} GPUs, ms": weak["ms exchanging"].map(number),
+        f"{gpus} GPUs, ms (p20–p80)": weak["ms exchanging"].map(number) + spread,
         f"of {gpus} times one, %": weak["efficiency"].map(tenths),
+        "of it waiting, ms": span("ms waiting least", "ms waiting most"),
         "memory of each, MiB": weak["peak_memory_mib"].map(whole),
         "batch divided, ms": strong["ms exchanging"].map(number),
         f"divided, of {gpus} times one, %": strong["efficiency"].map(tenths),
