@@ -67,17 +67,17 @@ def losses_of(step, config):
     return [step.run() or step.loss.item() for _ in range(3)]
 
 
-def test_yardsticks_train_as_their_peer():
-    config = llama.Config(**steps.SIZES["tiny"], device="cpu", impl="sdpa", use_amp=True)
-    in_fp32, cpu = dataclasses.replace(config, use_amp=False), torch.device("cpu")
-    peer = losses_of(llama.TrainStep(config, cpu), config)
-    assert losses_of(steps.with_our_optimizer(in_fp32, cpu), config) == pytest.approx(peer, rel=5e-3)
-    step = steps.in_bf16(config, cpu)
+def test_yardsticks_train_as_their_peer(device):
+    config = llama.Config(**steps.SIZES["tiny"], device=device, impl="sdpa", use_amp=True)
+    in_fp32, device = dataclasses.replace(config, use_amp=False), torch.device(device)
+    peer = losses_of(llama.TrainStep(config, device), config)
+    assert losses_of(steps.with_our_optimizer(in_fp32, device), config) == pytest.approx(peer, rel=5e-3)
+    step = steps.in_bf16(config, device)
     assert losses_of(step, config) == pytest.approx(peer, rel=5e-3) and len(set(peer)) == 3
     moments = [value for state in step.optimizer.state.values() for value in state.values() if value.dim()]
     assert {t.dtype for t in [*step.model.parameters(), *moments]} == {torch.bfloat16}
     with pytest.raises(steps.Unavailable, match="bf16"):
-        steps.in_bf16(in_fp32, cpu)
+        steps.in_bf16(in_fp32, device)
 
 
 # --- the gate
