@@ -54,7 +54,7 @@ def scaling_text(gpus, rows):
         "1 GPU, ms": or_error(weak, weak["ms alone"].map(number)),
         f"{gpus} GPUs, ms (p20–p80)": weak["ms exchanging"].map(number) + spread,
         f"of {gpus} times one, %": weak["efficiency"].map(tenths),
-        "of it waiting, ms": span("ms waiting least", "ms waiting most"),
+        "waiting, ms": span("ms waiting least", "ms waiting most"),
         "memory of each, MiB": weak["peak_memory_mib"].map(whole),
         "batch divided, ms": strong["ms exchanging"].map(number),
         f"divided, of {gpus} times one, %": strong["efficiency"].map(tenths),
