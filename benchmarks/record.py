@@ -30,6 +30,7 @@ import tiny_llama_v3 as llama
 from benchmarks.harness import processor
 from measure.command_line import Parser, program, time_limit
 from measure.results import RESULTS, ROOT, ResultFile, read_result
+from measure.work import SWEEPS
 from tiny_llama import hardware
 
 # Kernels, steps and what they are compared with. What reports and stores results may change.
@@ -48,6 +49,7 @@ class Part(NamedTuple):
 
 
 STEPS = "python -m benchmarks.steps --windows 5"
+SHAPES = [*SWEEPS["shapes"]]  # in two parts, of which each fits into ten minutes
 
 
 def steps_of(rows, **sizes):
@@ -60,7 +62,7 @@ def steps_of(rows, **sizes):
 PARTS = [
     *steps_of("ours eager 'triton fp8 graph'", small=95),
     *steps_of("ours", medium=83, large=134),
-    Part(f"{STEPS} --sweep shapes", 590),
+    *(Part(f"{STEPS} --sweep shapes --sizes {shlex.join(half)}", 300) for half in (SHAPES[:4], SHAPES[4:])),
     Part(f"{STEPS} --sweep micro-batches", 120),
     Part("python -m benchmarks.kernels", 185),
     Part("python -m benchmarks.kernels --only layer-norm", 66),
