@@ -44,7 +44,7 @@ LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov -
 
 class Part(NamedTuple):
     command: str  # as its result has it
-    seconds: int  # that it takes on an H100, about
+    seconds: int  # that it takes on an H100 or H200, about
     name: str | None = None  # of its result, if the command leaves that to us: name_<device>_<date>.json
 
 
@@ -60,19 +60,19 @@ def steps_of(rows, **sizes):
 # What changes with our kernels, and then what only changes with a version of a peer. Each run of benchmarks.steps has
 # an anchor, the row "sdpa compile graph".
 PARTS = [
-    *steps_of("ours eager 'triton fp8 graph'", small=95),
-    *steps_of("ours", medium=83, large=134),
-    *(Part(f"{STEPS} --sweep shapes --sizes {shlex.join(half)}", 300) for half in (SHAPES[:4], SHAPES[4:])),
-    Part(f"{STEPS} --sweep micro-batches", 120),
-    Part("python -m benchmarks.kernels", 185),
-    Part("python -m benchmarks.kernels --only layer-norm", 66),
-    Part("python -m benchmarks.kernels --only fp8-layer", 55),
+    *steps_of("ours eager 'triton fp8 graph'", small=107),
+    *steps_of("ours", medium=107, large=137),
+    *(Part(f"{STEPS} --sweep shapes --sizes {shlex.join(half)}", 280) for half in (SHAPES[:4], SHAPES[4:])),
+    Part(f"{STEPS} --sweep micro-batches", 240),
+    Part("python -m benchmarks.kernels", 115),
+    Part("python -m benchmarks.kernels --only layer-norm", 40),
+    Part("python -m benchmarks.kernels --only fp8-layer", 45),
     Part(f"{REPLAY} --beyond", 157, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
-    Part(f"{REPLAY} --stages 5,8 -- --use-amp", 49, "stages"),
+    Part(f"{REPLAY} --stages 5,8 -- --use-amp", 40, "stages"),
     Part(LEARNING, 16, "learning_correct"),
     Part(f"{LEARNING} --severed-autograd", 14, "learning_severed"),
-    Part("python -m benchmarks.pages.traces", 65),
+    Part("python -m benchmarks.pages.traces", 45),
     *steps_of("peers fp8", medium=255, large=387),
     Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 114),
     Part("python -m benchmarks.gpt", 130),

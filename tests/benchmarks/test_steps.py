@@ -18,6 +18,7 @@ from tests.core.tiny import TINY
 
 ON_GPU = torch.cuda.is_available()
 ROWS = ["triton", "torch", "sdpa", "hf", "hf liger"] + (["triton graph", "sdpa graph"] if ON_GPU else [])
+SLANT = 1.1 if ON_GPU else 1.001  # more than bf16, there, and fp32, here, can err
 SHORT = ["--tiny", "--windows", "2", "--steps", "1"]
 SMALLER = dict(batch_size=1, seq_len=8, hidden_dim=16, num_layers=1, num_heads=2, vocab_size=16)
 IN_FP8 = dataclasses.replace(TINY, seq_len=16, use_amp=True)
@@ -48,15 +49,16 @@ def test_every_row_has_a_time_or_a_reason(comparison):
     folder, result = comparison
     size = result["sizes"]["tiny"]
     assert list(size["rows"]) == ROWS
+    tokens = size["config"]["batch_size"] * size["config"]["seq_len"]
     timed = {name: row for name, row in size["rows"].items() if not row["error"]}
     assert {"triton", "torch", "sdpa"} <= timed.keys()
     for name, row in size["rows"].items():
         assert ("ms" in row) == (name in timed) == size["gate"][row["implementation"]]["passed"], name
     for row in timed.values():
         assert row["mfu"] * row["ms"]["median"] == pytest.approx(size["tflop_per_step"] / 2 * 1e3)
-        assert row["tokens_per_second"] * row["ms"]["median"] == pytest.approx(8 * 1e3)  # a sequence of 8
+        assert row["tokens_per_second"] * row["ms"]["median"] == pytest.approx(tokens * 1e3)
     losses = [row["first_loss"] for row in timed.values()]
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)  # the same weights and batch
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3 if ON_GPU else 1e-4)  # of one batch
     others = [row["reference_windows_ms"] for row in timed.values() if row.get("reference") == "triton"]
     assert timed["triton"]["windows_ms"] == sum(others, [])
     assert re.search(r"\| triton \| \d", publish.SECTIONS["steps"](folder))  # on its page
@@ -85,7 +87,7 @@ def test_yardsticks_train_as_their_peer(device):
 
 @pytest.mark.parametrize("swiglu", [
     lambda x, gate_up_weight, down_weight: llama.torch_swiglu(x, gate_up_weight.detach(), down_weight),
-    lambda *tensors: llama.torch_swiglu(*tensors) * 1.001,
+    lambda *tensors: llama.torch_swiglu(*tensors) * SLANT,
 ], ids=["cut", "slanted"])  # fmt: skip
 def test_wrong_gradients_get_no_time(tmp_path, monkeypatch, swiglu):
     monkeypatch.setitem(llama.OPERATIONS, "sdpa", llama.OPERATIONS["sdpa"]._replace(swiglu=swiglu))
