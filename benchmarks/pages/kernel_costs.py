@@ -55,7 +55,7 @@ def saved(sizes, before, after):
         named = rows.set_index("row").reindex([before, after])
         ms, errors = named["ms median"], named["error"]
         if str(errors[before]).startswith("OutOfMemoryError"):
-            cells[size] = "does not fit without"
+            cells[size] = "out of memory without"
         elif named["file"].nunique() == 1 and ms.notna().all():
             cells[size] = f"{number(ms[before] - ms[after])} of {number(ms[before])}"
     return cells

@@ -74,7 +74,7 @@ def draw_steps(axes, sizes):
     ratios.plot.barh(ax=axes, color=[LINE, MUTED, BLUE], width=0.8)
     for bars, (_, times) in zip(axes.containers, ms.iterrows(), strict=True):
         texts = [
-            f"{number(time)} ms, {bar.get_width():.1f} x" if time > 0 else "does not fit into memory"
+            f"{number(time)} ms, {bar.get_width():.1f} x" if time > 0 else "out of memory"
             for bar, time in zip(bars, times, strict=True)
         ]
         axes.bar_label(bars, texts, padding=8)

@@ -21,7 +21,7 @@ def test_the_front_page_s_picture(monkeypatch):
         assert "1.6 % of the weights" in axes.lines[0].get_label()
         assert len({line.get_linestyle() for line in axes.lines}) == 3  # not told apart by their colour alone
     assert [text.get_text() for text in steps.texts] == [  # plain PyTorch, the strongest peer, ours; small, medium
-        "60.0 ms, 3.0 x", "does not fit into memory", "21.0 ms, 1.1 x", "40.0 ms, 1.3 x", "19.7 ms, 1.0 x",
+        "60.0 ms, 3.0 x", "out of memory", "21.0 ms, 1.1 x", "40.0 ms, 1.3 x", "19.7 ms, 1.0 x",
         "30.0 ms, 1.0 x",
     ]  # fmt: skip
 
