@@ -164,7 +164,7 @@ def loss(program):
 class Machine:
     """A host and a device on a simulated clock, in ms. The device works on while the host goes on; a CPU is both."""
 
-    DURATIONS = 20, 22, 24
+    DURATIONS = 22, 20, 24  # so that the second step, and the last of 5 and of 20, is shorter than their mean
     FIRST, LAUNCH = 3000, 1  # of the first call, for the host; of the others, if there is a device
 
     def __init__(self, has_device):
@@ -273,7 +273,7 @@ class OnDevice(torch.Tensor):
 
 def clock(program):
     """Expect the time that a step takes in the long run, and that it is what is printed."""
-    # Of 20 steps one more or less hardly shows, of five it does.
+    # Of 20 steps one more or less hardly shows, of five it does. Whoever waits for each step adds its launch: 23 ms.
     for number, has_device in itertools.product((20, 5), (False, True)):
         machine = Machine(has_device)
         with machine.replacing(program):
@@ -284,7 +284,7 @@ def clock(program):
         who = "a device that works on when step() has returned" if has_device else "a CPU"
         busy = f"{who} is busy for {Machine.FIRST} ms in the first call and for 20 to 24 ms in each other one"
         fact = f"{busy}: clock(step, {number}) returns {float(got[0]):.2f} ms a step"
-        expect(21 <= got[0] <= (23 if number == 20 else 24), fact, "of what is this the time?")
+        expect(21 <= got[0] <= (23.5 if number == 20 else 24), fact, "of what is this the time?")
     calls = []
 
     def fixed(step, number):

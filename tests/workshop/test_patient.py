@@ -149,6 +149,9 @@ def slow(*values):
      r"a device that works on .* clock\(step, 5\) returns"),
     ("clock", [(RESULT, "    return 50.0, losses\n")], "a CPU is busy .* returns 50.00 ms"),
     ("clock", [(LATER, EACH), (RESULT, "    return min(times), losses\n")], "a CPU is busy .* returns 20.00 ms"),
+    # A single step, the second or the last, tells little of the others.
+    ("clock", [(LATER, EACH), (RESULT, "    return times[0], losses\n")], "a CPU is busy .* returns 20.00 ms"),
+    ("clock", [(LATER, EACH), (RESULT, "    return times[-1], losses\n")], "a CPU is busy .* returns 20.00 ms"),
     ("clock", [("range(number - 1)", "range(3)"), ("/ (number - 1)", "/ 3")], "calls step 4 times"),
     ("clock", [(WARM, WARM.replace("[step()]", "[step() and step()]"))], "step 21 times and returns 20 losses"),
     ("clock", [("= clock(step, number)", "= 5.0, [step() for _ in range(number)]")], "does not call clock"),
