@@ -97,6 +97,17 @@ def test_the_result_comes_from_the_whole_kernel_within_its_tensors(old, new, tol
     assert told in check.judge(path, check.JUDGED["examination"], "divide_columns_kernel").message
 
 
+@pytest.mark.parametrize("bandwidth, times", [
+    ("2 * n_bytes / seconds", "0.6667"),  # in and out, as if all calls were one
+    ("calls * n_bytes * seconds", "16"),
+])  # fmt: skip
+def test_a_wrong_bandwidth_is_refused(bandwidth, times, tmp_path):
+    path = tmp_path / "examination.py"
+    path.write_text(SOLUTION.read_text().replace("return calls * n_bytes / seconds", f"return {bandwidth}"))
+    message = check.judge(path, check.JUDGED["examination"], "copy_bandwidth").message
+    assert f"every element is {times} times what is expected" in message
+
+
 def test_the_first_answers_count(folder, capsys):
     code = (check.SOLUTIONS.parent / "before.py").read_text()
 
