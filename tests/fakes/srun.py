@@ -1,11 +1,14 @@
 """srun of Slurm 23: the options that job.slurm uses. One task a node, and every node is this machine."""
 
 import argparse
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+
+KILL_WAIT = 30  # seconds, as Slurm's by default: an agent that waits for another one does not end by SIGTERM
 
 parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
 parser.add_argument("--ntasks", type=int, required=True)
@@ -26,17 +29,20 @@ tasks = [
 ]
 
 
-def end_all(*_):
-    """Send SIGTERM to all processes of the tasks that are there, as Slurm does."""
+def end_all(number, _=None):
+    """Send a signal to all processes of the tasks that are there, as Slurm does."""
     for task in tasks:
         if task.poll() is None:
-            os.killpg(task.pid, signal.SIGTERM)
+            os.killpg(task.pid, number)
 
 
 signal.signal(signal.SIGTERM, end_all)
+kill_at = math.inf
 while None in [task.poll() for task in tasks]:
-    if options.kill_on_bad_exit and any(task.returncode for task in tasks):
-        end_all()
-        options.kill_on_bad_exit = 0
+    if kill_at == math.inf and options.kill_on_bad_exit and any(task.returncode for task in tasks):
+        end_all(signal.SIGTERM)
+        kill_at = time.monotonic() + KILL_WAIT
+    if time.monotonic() > kill_at:
+        end_all(signal.SIGKILL)
     time.sleep(0.05)
 sys.exit(max(abs(task.returncode) for task in tasks))
