@@ -31,6 +31,12 @@ def test_a_ring_rounds_each_partial_sum(monkeypatch):
     assert found == {"relative_error": pytest.approx(3 / 259), "relative_bias": pytest.approx(-3 / 259)}
 
 
+def test_errors_are_relative_to_all_of_the_exact_sum():
+    """Elements of several sizes: the root of a mean square is no mean."""
+    found = message_sums.errors(torch.tensor([3.0, -5.0]), torch.tensor([3.0, -4.0]).double())
+    assert found == {"relative_error": pytest.approx((0.5 / 12.5) ** 0.5), "relative_bias": pytest.approx(-0.5 / 3.5)}
+
+
 def test_errors_grow_with_the_root_of_the_processes():
     exact = {n: message_sums.exact_sum(n, 0.0, CPU) for n in (4, 16, 64)}
     add = partial(message_sums.ring_sum, mean=0.0, dtype=torch.bfloat16, device=CPU)

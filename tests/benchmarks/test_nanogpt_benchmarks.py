@@ -90,6 +90,18 @@ def test_a_captured_step_trains_as_an_eager_one(monkeypatch, device):
     assert losses[0] == losses[1] and len({*losses[0]}) == 3
 
 
+@pytest.mark.parametrize("captured, compiled", [(3e-3, 1e-3), (1e-3, 3e-3)])
+def test_the_gate_tells_the_worst_gradient_of_both(monkeypatch, captured, compiled):
+    errors = {gpt.ROWS["triton"]: captured, gpt.ROWS["without graph"]: compiled}
+
+    def gradients(config, row, batch, in_bf16):
+        return {"good": torch.ones(1), "bad": torch.ones(1) + errors.get(row, 0.0)}
+
+    monkeypatch.setattr(gpt, "gradients", gradients)
+    worst = gpt.check(None, [torch.zeros(3, 4)] * 2)
+    assert worst["name"] == "bad" and worst["error"] == pytest.approx(3e-3, rel=1e-3) and worst["allowed"] == 1e-2
+
+
 def test_a_folder_without_nanogpt_is_named(tmp_path, capsys):
     assert gpt.main([*TINY, "--output-dir", str(tmp_path), "--nanogpt", str(tmp_path)]) == 2
     assert re.search(r"--nanogpt \S+ cannot be used \(FileNotFoundError.*model.py.*give a", capsys.readouterr().err)

@@ -4,6 +4,7 @@ import importlib
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,20 @@ def test_listing_needs_no_gpu_and_measuring_does(recording, capsys, monkeypatch)
     monkeypatch.setattr(llama, "select_device", lambda name: CPU)
     assert record.main([]) == 0 and capsys.readouterr().out == "python -m two\npython -m rare\n"
     assert record.main(["--all"]) == 2 and "measuring needs a GPU, and there is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command, expected", [
+    ("python -m one --a", [sys.executable, "-m", "one", "--a", "--output-dir", "FOLDER"]),
+    # What follows -- is another program's.
+    (f"{record.REPLAY} --a -- --b", [str(record.ROOT / record.REPLAY), "--a", "--output", "FOLDER", "--", "--b"]),
+])  # fmt: skip
+def test_a_command_writes_into_a_folder_of_its_own(monkeypatch, command, expected):
+    def run(words, cwd):
+        assert expected == ["FOLDER" if Path(word).is_dir() else word for word in words]
+        return subprocess.CompletedProcess(words, 1)
+
+    monkeypatch.setattr(record.subprocess, "run", run)
+    assert not record.measure(record.Part(command, 1, "one"), CPU)
 
 
 @pytest.mark.parametrize("part, written, kept", [

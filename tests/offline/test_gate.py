@@ -152,6 +152,10 @@ BAD = {
     "accumulation registers": (dict(has_dot=False, registers=257), "257 registers, limit 256"),
     "no matrix instruction": (dict(matrix_instructions=0), "no matrix instruction"),
     "no matrix instruction in fp32": (dict(matrix_instructions=0, precision="fp32"), "no matrix instruction"),
+    "no matrix instruction in TF32": (
+        dict(matrix_instructions=0, precision="tf32", arch="sm_80"),
+        "no matrix instruction",
+    ),
     "narrow loads": (dict(wide_share=0.25), "25% of its bytes in loads of 8 bytes or more, at least 50% needed"),
     "no code": (dict(error="OutOfMemory: x"), "does not compile: OutOfMemory: x"),
 }
@@ -171,8 +175,8 @@ def test_good_row_passes():
 @pytest.mark.parametrize("change, message", BAD.values(), ids=BAD.keys())
 def test_bad_row_names_kernel_architecture_figure_and_limit(change, message):
     (line,) = gate.violations(GOOD | change)
-    precision = change.get("precision", "bf16")
-    assert line.startswith(f"a_kernel for gfx942 (small, {precision}, 64 m): ") and message in line
+    arch, precision = ((GOOD | change)[name] for name in ("arch", "precision"))
+    assert line.startswith(f"a_kernel for {arch} (small, {precision}, 64 m): ") and message in line
 
 
 @pytest.mark.parametrize("change, limit", [

@@ -22,8 +22,9 @@ def test_the_alignment_of_an_address_is_in_bytes():
     assert recorded.seen_by_compiler(torch.zeros(8)[2:]).address == 8
 
 
-def launch_of(tensor, scalar):
-    return recorded.Launch("k", "k", (1,), (tensor, None), (scalar,), (("BLOCK", 64),), (("num_warps", 4),))
+def launch_of(tensor, scalar, block=64, warps=4):
+    constants, options = (("BLOCK", block),), (("num_warps", warps),)
+    return recorded.Launch("k", "k", (1,), (tensor, None), (scalar,), constants, options)
 
 
 TENSOR = recorded.Tensor(torch.float32, (8, 64), 0, 2048)
@@ -36,6 +37,8 @@ COMPILED_APART = {  # what Triton compiles another kernel for
     "1": (TENSOR, 1),
     "a number of 64 bits": (TENSOR, 2**31),
     "a float": (TENSOR, 48.0),
+    "another constant": (TENSOR, 48, 128),
+    "another number of warps": (TENSOR, 48, 64, 8),
 }
 
 

@@ -14,7 +14,7 @@ import tiny_llama_v3 as llama
 from measure.command_line import UsageError
 from profilers import readers
 from profilers.kernel_names import operation_of, short_name
-from profilers.readers import COLUMNS, Unreadable, files, read_kernels
+from profilers.readers import COLUMNS, Unreadable, files, read_kernels, rocpd
 from tests.fakes import records
 from tests.fakes.records import Record, Run, change, chrome_trace
 
@@ -470,6 +470,9 @@ def test_a_database_of_schema_4(tmp_path):
     )  # fmt: skip
     table, is_of_steps = readers.read_step_counters(tmp_path)
     assert is_of_steps and table.loc["a", "SQ_WAVES"] == 8.0
+    # Of two processes in a file, each counts its kernels from 1 on.
+    change(tmp_path / "a.db", ["INSERT INTO kernel_pmc_events VALUES (1, 'h', 'a', 1000, 'SQ_WAVES', 5.0)"])
+    assert sorted(rocpd.read(tmp_path / "a.db", "counters")["Value"]) == [5.0, 7.0, 9.0, 100.0]
 
 
 @pytest.mark.parametrize("gpu", [1, 6])  # PyTorch's numbers of CUDA and of HIP

@@ -141,6 +141,14 @@ def test_the_symptom_is_told(got, symptom):
     assert symptom in told(got.double(), wanted.double(), 1e-9).hint
 
 
+def test_half_precision_is_rounded_once():
+    # Of large numbers, beside which the absolute tolerance is nothing.
+    gate, up = (100 * common.randn(1000, dtype=common.HALF) for _ in range(2))
+    exact, tolerance = gate.double().sin() * up.double(), common.TOLERANCE[common.HALF]
+    common.expect_close(exact.half(), exact, tolerance, "", "y")
+    told(gate.double().sin().half() * up, exact, tolerance)
+
+
 def test_what_only_program_0_computes_is_told():
     got, wanted = torch.tensor([1.0, 1, 7, 1, 1, 8]), torch.ones(6)
     got.owner = torch.tensor([0, 0, 1, 1, 2, 2])

@@ -197,7 +197,7 @@ def test_an_interruption_keeps_what_is_done(tmp_path):
 
 
 def test_results_of_an_earlier_replay_are_put_aside(tmp_path):
-    names = ["baseline.json", "notes.txt", "report.html", "stage2_profile.csv"]
+    names = ["baseline.json", "notes.txt", "report.html", "stage2_profile.csv", "summary.json", "summary.md"]
     for name in names:
         (tmp_path / name).touch()
     replay.put_aside(tmp_path)
