@@ -29,7 +29,7 @@ def used_by(name, files):
     text = path.read_text(errors="replace") if path.is_file() else ""
     modules = set(re.findall(r"\b(?:from|import|-m) +([\w.]+)", text))
     modules |= {f"tiny_llama.{each}" for each in re.findall(r'companion\("(\w+)', text)}
-    for package, names in re.findall(r"from ([\w.]+) import \(?([\w, \n]+)", text):
+    for package, names in re.findall(r"from ([\w.]+) import (\([^)]*\)|[\w, ]+)", text):
         modules |= {f"{package}.{each}" for each in re.findall(r"\w+", names)}
     used = {other for other in files if other.endswith(".py") and module_of(other) in modules}
     if name.endswith(".py"):

@@ -13,6 +13,8 @@ FILES = affected.git("ls-files", "--cached", "--others", "--exclude-standard")
 # A file that was changed, a test that uses it, one that does not, and how.
 CHANGES = """
 benchmarks/diff.py   benchmarks/test_diff.py    profilers/test_doctor.py  imported
+benchmarks/record.py benchmarks/test_record.py  profilers/test_doctor.py  behind other imports
+exercises/checks/exercise1.py workshop/test_mistakes.py profilers/test_doctor.py  by what is imported, indented
 measure/timing.py    benchmarks/test_scaling.py docs/test_findings.py  by what is imported
 tiny_llama/fp8.py    core/test_model.py         profilers/test_profiling_docs.py  by companion()
 get_trace.sh         profilers/test_profiling_scripts.py core/test_model.py  named in the text
