@@ -255,6 +255,21 @@ def test_check_sees_severed_autograd(device, capsys):
     assert "layers.0.attention.qkv_proj.weight: no gradient" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_captured_step_converts_its_weights_each_time(graph):
+    """What autocast had converted once would be the weights of the first step in every replay."""
+    step = llama.TrainStep(dataclasses.replace(TINIER, impl="torch", use_amp=True, graph=graph), "cpu")
+    model, keeps = step.run_model, []
+
+    def run_model(*inputs):
+        keeps.append(torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled())
+        return model(*inputs)
+
+    step.run_model = run_model
+    step.run()
+    assert keeps == [not graph]
+
+
 # --- on a GPU
 # Only a GPU captures graphs, and multiplies in bf16.
 
