@@ -187,7 +187,10 @@ def test_model_tflops_are_what_torch_counts_without_the_masked_half_of_attention
         llama.TinyLlamaTriton(config, llama.OPERATIONS["torch"])(tokens, tokens).backward()
     # Half of the 2 products of attention, of 2 FLOP each, three times with backward: torch computes it as well.
     masked = 6 * config.num_layers * config.hidden_dim * config.seq_len * config.tokens_per_step
-    assert hardware.model_tflops(config) * 1e12 == pytest.approx(counter.get_total_flops() - masked)
+    expected = counter.get_total_flops() - masked
+    assert hardware.model_tflops(config) * 1e12 == pytest.approx(expected)
+    # A step has all of its micro-batches.
+    assert hardware.model_tflops(dataclasses.replace(config, accumulate=3)) * 1e12 == pytest.approx(3 * expected)
 
 
 # --- what does not fit
