@@ -887,6 +887,14 @@ def test_rows_that_lie_far_apart(randn, far, name):
     assert_as_accurate_as_torch(*make(randn, name, "3x11"), torch.float32, far)
 
 
+def test_column_sums_that_lie_far_apart(randn, far):
+    """As a group of layers has them, whose weights all lie between."""
+    partial, sums = randn(3, 5, 37), randn(3, 37)
+    place = far(0, sums)
+    llama.write_column_sums(place, True, partial)
+    assert_close(place, sums + partial.sum(1), rtol=1e-6, atol=1e-5)
+
+
 def test_sequences_that_lie_far_apart(randn, seq_len, far):
     assert_attention_is_exact(randn, seq_len, far, batch=3)
 
