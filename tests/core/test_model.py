@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -268,6 +269,31 @@ def test_a_captured_step_converts_its_weights_each_time(graph):
     step.run_model = run_model
     step.run()
     assert keeps == [not graph]
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_a_capture_has_the_mode_of_its_world(monkeypatch, mode):
+    """With NCCL, whose thread may call the driver meanwhile, it is another one."""
+    modes = []
+
+    def graph(graph, capture_error_mode="default", **options):
+        modes.append(capture_error_mode)
+        return contextlib.nullcontext()
+
+    for name in ("graph_pool_handle", "Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    step = llama.TrainStep(dataclasses.replace(TINIER, impl="torch"), "cpu")
+    step.world.capture_mode = mode
+    step.capture()
+    assert modes == [mode] * 3
+
+
+def test_an_error_that_is_no_number_fails():
+    nan = float("nan")
+    errors = {"small": 0.1, "large": 0.3, "nan": nan, "missing": math.inf, "beside nan": 0.1}
+    plain = dict.fromkeys(errors, 0.1) | {"beside nan": nan}
+    assert llama.judge(errors, plain, 0.05).failed == ["large", "nan", "missing", "beside nan"]
 
 
 # --- on a GPU

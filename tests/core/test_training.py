@@ -225,11 +225,13 @@ def weights_of(folder, field):
 
 
 def test_flags_of_a_resumed_run(cli, tmp_path):
-    """All are those of the saved run; what is given again holds, but not the sizes of the model."""
+    """All are those of the saved run but --check; what is given again holds, but not the sizes of the model."""
     folder = tmp_path / "model"
-    cli("--impl", "sdpa", "--num-steps", 2, "--seed", 7, "--save", folder)
+    _, _, out = cli("--impl", "sdpa", "--num-steps", 2, "--seed", 7, "--check", "--save", folder)
+    assert "Check against PyTorch" in out
     code, losses, out = cli("--resume", folder, "--num-steps", 3, "--learning-rate", 0.5)
     assert code == 0 and list(losses) == ["step    3/3"] and "markov data, seed 7" in out
+    assert "Check against PyTorch" not in out
     for flags, words in [
         ([], "--num-steps 3: --resume"),
         (["--hidden-dim", 32], "--hidden-dim 32 contradicts --resume"),
