@@ -63,7 +63,7 @@ PARTS = [
     *steps_of("ours eager 'triton fp8 graph'", small=107),
     *steps_of("ours", medium=107, large=137),
     *(Part(f"{STEPS} --sweep shapes --sizes {shlex.join(half)}", 280) for half in (SHAPES[:4], SHAPES[4:])),
-    Part(f"{STEPS} --sweep micro-batches", 240),
+    Part(f"{STEPS} --sweep micro-batches", 295),
     Part("python -m benchmarks.kernels", 115),
     Part("python -m benchmarks.kernels --only layer-norm", 40),
     Part("python -m benchmarks.kernels --only fp8-layer", 45),
@@ -73,8 +73,10 @@ PARTS = [
     Part(LEARNING, 16, "learning_correct"),
     Part(f"{LEARNING} --severed-autograd", 14, "learning_severed"),
     Part("python -m benchmarks.pages.traces", 45),
-    *steps_of("peers fp8", medium=255, large=387),
-    Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 114),
+    *steps_of("peers fp8", medium=380),
+    *steps_of("peers", large=255),
+    *steps_of("fp8", large=280),
+    Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 141),
     Part("python -m benchmarks.gpt", 130),
 ]
 # What takes long, or only explains how the cost grows. The pages keep the recorded results.
