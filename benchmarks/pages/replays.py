@@ -82,8 +82,8 @@ NOTES = {  # {row, or word in the place of a ratio: what it means}
     "speed, samples/s": "speed: that of all steps together.",
     "speed / previous": "speed / previous: the ratio of median steps; what follows stage 5 is compared with stage 5.",
     "speed / baseline": "speed / baseline: the ratio of median steps.",
-    "same": "same: the same operations ran, or the medians differ by no more than the spread of the steps and of "
-    "processes that do the same work.",
+    "same": "same: the same operations ran, or the medians differ by no more than the spread of the steps and of two "
+    "columns with the same operations, such as 5 and 7.",
     "host": "host: the same operations ran, but the host took longer to launch them.",
     "too few": f"too few: fewer than {LEAST_TIMES} steps.",
     "SwiGLU kernel, us": "SwiGLU kernel: one call of swiglu_kernel, which also multiplies (stages 1 to 4), or of "
