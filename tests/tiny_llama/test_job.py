@@ -175,17 +175,20 @@ def test_the_cache_of_compiled_kernels_is_this_user_s_alone(one_process):
 
 
 def test_each_node_compiles_in_a_run_of_its_own_before(one_process):
-    """With the same flags, and with nothing written but into the cache."""
+    """With the same flags, and with nothing written but into the cache: a model would keep the run from its own."""
     code = "import sys; open('calls', 'a').write(f'{sys.argv[1:]}\\n')"
     flags, own = ["--num-steps", "9", "--impl", "torch"], one_process.cluster.cache / "first"
-    for more in ([], ["--profile", "a b"], ["--profile=c"], ["--output-dir", "--profiles"]):
+    cases = [], ["--profile", "a b"], ["--profile=c"], ["--save", "a b"], ["--save=c"], ["--output-dir", "--profiles"]
+    for more in cases:
         assert one_process(code, *flags, *more).returncode == 0
         calls = one_process.cluster.folder / "calls"
         first, second = map(ast.literal_eval, calls.read_text().splitlines())
         calls.unlink()
-        profiled = ["--profile", str(own)] * any(flag.split("=")[0] == "--profile" for flag in more)
+        given = {flag.split("=")[0] for flag in more}
+        places = {"--profile": str(own), "--save": f"{own}/model"}
+        moved = [word for flag, place in places.items() if flag in given for word in (flag, place)]
         assert second == [*flags, *more]
-        assert first == [*second, "--num-steps", "1", "--output-dir", str(own), *profiled]
+        assert first == [*second, "--num-steps", "1", "--output-dir", str(own), *moved]
 
 
 @pytest.mark.parametrize("failure, reason", [
@@ -263,12 +266,15 @@ def test_a_list_of_nodes_that_slurm_does_not_know(cluster):
 
 @pytest.mark.parametrize("own, slurm_s, used", [("", "2", 2), ("8", "", 8), ("4", "2", 4)])
 def test_the_number_of_gpus_may_be_given_in_the_job(cluster, own, slurm_s, used):
-    """Slurm counts none where it gives whole nodes. Modules may use variables that are not set."""
+    """Slurm counts none where it gives whole nodes; those of all nodes do not count here.
+
+    Modules may use variables that are not set.
+    """
     (cluster.folder / "bin" / "srun").write_text('#!/bin/sh\necho "$GPUS" "$@"\n')
     job = JOB.replace("\ngpus= ", f"\ngpus={own} ").replace(
         "\nmodules=()", '\nmodules=(a b); module() { echo "$@$UNSET"; }'
     )
-    done = cluster.sbatch("--graph", job=job, SLURM_GPUS_ON_NODE=slurm_s)
+    done = cluster.sbatch("--graph", job=job, SLURM_GPUS_ON_NODE=slurm_s, SLURM_GPUS="16")
     assert done.returncode == 0 and done.stdout.startswith(
         f"load a b\n{used} --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 "
     )
