@@ -65,10 +65,20 @@ def test_a_wrong_kernel_names_what_is_wrong_and_its_inputs(dtype, part, name):
 @pytest.mark.parametrize("kernel", [
     lambda x, w: double(x, w)[None], lambda x, w: double(x, w).T,
     lambda x, w: double(x, w)[:1], lambda x, w: double(x, w) * float("nan"),
-    lambda x, w: double(x, w).detach().requires_grad_(), lambda x, w: x.data.mul_(3),
+    lambda x, w: x.data.mul_(3),
 ])  # fmt: skip
 def test_what_is_missing_not_a_number_or_written_over_is_not_right(kernel):
     assert case_of(kernel)["verdict"] != "right"
+
+
+@pytest.mark.parametrize("kernel, name", [
+    (lambda x, w: double(x, w.detach()), "gradient 2"),
+    (lambda x, w: double(x, w).detach().requires_grad_(), "gradient 1"),
+])  # fmt: skip
+def test_an_input_that_gets_no_gradient_is_wrong(kernel, name):
+    row = case_of(kernel)
+    assert row["verdict"] == "wrong" and row["error"].startswith(f"{name} of inputs 5x7, 7: error inf")
+    assert case_of(lambda x, w: 2 * x, plain=lambda x, w: 2 * x)["verdict"] == "right"  # as in plain PyTorch
 
 
 def test_without_a_backward_pass_gradients_do_not_count():
