@@ -27,6 +27,7 @@ Exit codes: 0 done, 1 a stage failed (the others are compared), 2 the request ca
 interrupted (the finished runs are kept and compared).
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -239,6 +240,12 @@ def parse(argv):
     return options
 
 
+def without_output(argv):
+    """Return a command line without --output, which names a folder of this machine."""
+    places = itertools.pairwise(["", *argv])
+    return [word for before, word in places if before != "--output" and word.split("=")[0] != "--output"]
+
+
 @program(PROGRAM)
 def main(argv):
     # The time limit of a batch system interrupts as Ctrl-C does: what is done is kept and compared.
@@ -257,7 +264,7 @@ def main(argv):
     put_aside(output)
     header = {
         "benchmark": "stages",
-        "command": re.sub(r" --output[ =]('[^']*'|\S+)", "", shlex.join([f"./{PROGRAM}", *argv])),
+        "command": shlex.join([f"./{PROGRAM}", *without_output(argv)]),
         "date": datetime.now().isoformat(timespec="seconds"),
         "laptop": options.laptop,
         "recorded": newest_replays(RESULTS) if options.laptop else [],

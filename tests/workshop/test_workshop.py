@@ -120,6 +120,28 @@ def test_the_script_names_the_python_that_does_not_serve(tmp_path):
         python.chmod(0o755)
 
 
+def test_the_script_starts_from_any_folder_with_any_python(tmp_path):
+    """A folder of CDPATH that has the same names is not ours, and a path may have a blank."""
+    (tmp_path / "performance_debugging").mkdir()
+    python = tmp_path / "a python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "performance_debugging/run_all_stages.sh", "--stages", "1", "--dry-run"],
+        cwd=FOLDER.parent,
+        env=os.environ | {"PYTHON": str(python), "CDPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("# baseline"), done.stderr
+
+
+@pytest.mark.parametrize("output", [["--output", "a b"], ["--output=a b"], ["--output", "a"], ["--output=a"], []])
+def test_a_command_to_repeat_names_no_folder_of_this_machine(output):
+    given = ["--stages", "2", *output, "--seq-len", "8", "--", "--use-amp"]
+    assert replay.without_output(given) == ["--stages", "2", "--seq-len", "8", "--", "--use-amp"]
+
+
 @pytest.mark.parametrize("missing", ["torch", "jinja2", "tabulate"])
 def test_the_script_wants_all_that_the_replay_imports(tmp_path, missing):
     for name in {"torch", "pandas", "matplotlib", "jinja2", "tabulate"} - {missing}:
