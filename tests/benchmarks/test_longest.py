@@ -61,6 +61,13 @@ def test_what_is_known_of_one_memory_is_not_tried_again_in_a_larger_one(reserved
     assert tried == [4, 8, 11, 12, 39, 40]
 
 
+def test_what_fits_into_a_larger_memory_is_tried_again_in_a_smaller_one(reserved):
+    reserved(lambda units: (1 + 2 * units) * 2**30)
+    peaks = {}
+    for memory, units in (80, 39), (24, 11):
+        assert longest.measure(SDPA, memory, "cuda", peaks, 39)["tokens"] == units * 1024
+
+
 def test_a_guess_that_is_given_is_tried_first(reserved):
     tried = reserved(lambda units: units * 2**30)
     assert longest.measure(SDPA, 24, "cuda", {}, 23) == {"tokens": 23 * 1024, "reserved_mib": 23 * 1024}

@@ -123,6 +123,7 @@ def test_the_figures_of_a_row_by_hand(tmp_path, monkeypatch):
     twice = scaling.dataclasses.replace(config, batch_size=2, shard="full")
     again = run.time(contender(30.0, 31.0, 10.0, peak_memory_mib=5.0), twice, 1)
     assert again["ms"]["alone"] == 24.0 and again["ms"]["exchanging"] == 30.0 and again["efficiency"] == 0.8
+    assert again["tokens_per_second"] == pytest.approx(2 * 200 / 0.03)  # each of the processes has its own 2 x 100
     assert again["peak_memory_mib"] == 10.0 and "waiting least" not in again["ms"]
 
 

@@ -1,7 +1,9 @@
 """The findings, which no test runs: each is on its pages, is pinned, and says what it does in its exit code."""
 
 import ast
+import os
 import re
+import subprocess
 
 import pytest
 
@@ -26,6 +28,22 @@ def test_a_finding_installs_what_its_row_says_and_nothing_of_ours(name, packages
     pinned.pop("numpy", None)
     assert {f"{package} {version}" for package, version in pinned.items()} == {*packages.split(", ")}
     assert not re.search(r"tiny_llama|nanogpt|\.\./", SCRIPTS[name])
+
+
+PYTHON3 = """#!/bin/sh
+mkdir -p venv/bin && echo "exit $PIP" >venv/bin/pip && echo "exit $CHECK" >venv/bin/python && chmod +x venv/bin/*
+"""  # makes an environment whose programs do nothing
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_exit_code_is_that_of_the_check_or_2(tmp_path, name):
+    (tmp_path / "python3").write_text(PYTHON3)
+    (tmp_path / "python3").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for pip, check, expected in (0, 0, 0), (0, 1, 1), (1, 0, 2):
+        environment = os.environ | {"PATH": path, "TMPDIR": str(tmp_path), "PIP": str(pip), "CHECK": str(check)}
+        done = subprocess.run(["bash", ROOT / "findings" / f"{name}.sh"], env=environment)
+        assert done.returncode == expected and [path.name for path in tmp_path.iterdir()] == ["python3"]
 
 
 @pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)

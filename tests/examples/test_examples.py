@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,6 +105,20 @@ def test_weights_come_in_learn_a_text_and_go_out(transformers, make_folder, tmp_
     (tmp_path / "text").write_text("x" * 480)
     assert "480 tokens, and --seq-len 48 needs 481" in error_of(capsys, folder, "--text", tmp_path / "text")
     assert "cannot be read (FileNotFoundError" in error_of(capsys, folder, "--text", tmp_path / "none")
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(2**16, "<u2"), (2**16 + 1, "<u4"), (128_256, "<u4")])
+def test_a_token_is_the_same_whatever_the_vocabulary_s_size(tmp_path, vocab_size, dtype):
+    text, tokens = tmp_path / "text", [0, 255, 2**16 - 1, vocab_size - 1]
+    text.write_text("a")
+
+    def tokenizer(text, verbose):
+        return SimpleNamespace(input_ids=tokens)
+
+    auto = SimpleNamespace(from_pretrained=lambda folder, **options: tokenizer)
+    config = SimpleNamespace(vocab_size=vocab_size, data=str(tmp_path / "text.bin"))
+    hf_weights.write_tokens(text, tmp_path, config, SimpleNamespace(AutoTokenizer=auto))
+    assert np.fromfile(config.data, dtype).tolist() == tokens
 
 
 BESIDE = """

@@ -49,7 +49,8 @@ def test_each_part_has_a_log_and_a_row(machine, release, breaks):
     if breaks:
         (machine.folder / "rocm" / "bin" / "rocprofv3").unlink()
         expected |= dict.fromkeys(RECORDINGS[:3], "failed (2)") | {"tests": "failed (3)", "kernels": "timed out"}
-    run = machine.start(SCRIPT, "--", "--hidden-dim", "64", MY_TOKEN="secret")
+    secrets = dict.fromkeys(("MY_TOKEN", "API_KEY", "HUB_TOKEN", "PASSWORD", "TOKEN", "LOGIN"), "secret")
+    run = machine.start(SCRIPT, "--", "--hidden-dim", "64", **secrets)
     rows = re.findall(r"^(\w+) +(passed|failed \(\d+\)|timed out) +\d+ s  (/.*)$", run.out, re.M)
     assert {part: result for part, result, _ in rows} == expected and run.code == breaks, run.err
     folder, name = re.search(r"\nSend this file: (.*)/(first_run_[\w.-]+_\d{8}_\d{6})\.tar\.gz\n\Z", run.out).groups()
@@ -73,7 +74,8 @@ def test_what_the_doctor_knows_of_the_stack_stands_in_the_summary(machine):
 
 def test_a_dry_run_prints_commands_that_the_programs_accept(machine):
     others = dict.fromkeys(("NAME", "RESULT", "ROOT", "ARGUMENTS", "DRY_RUN"), "/of/somebody/else")
-    run = machine.start(SCRIPT, "--dry-run", "--", "--hidden-dim", "64", **others)
+    options = ["--hidden-dim", "64", "--data", "a text of mine"]
+    run = machine.start(SCRIPT, "--dry-run", "--", *options, **others)
     change, *commands = map(shlex.split, run.out.splitlines())
     assert run.code == 0 and change == ["cd", str(ROOT)] and len(commands) == len(PARTS)
     programs = {words[1 + (words[1] == "-m")]: words for words in commands if words[0] == machine.env["PYTHON"]}
@@ -81,7 +83,8 @@ def test_a_dry_run_prints_commands_that_the_programs_accept(machine):
     assert kernels.parse(programs["benchmarks.kernels"][3:]) and replay.parse(programs[replay.__name__][3:])
     assert list(steps.sizes_of(steps.parse(programs["benchmarks.steps"][3:]), on_gpu=True)) == ["small", "medium"]
     config = llama.parse_config(programs["tiny_llama_v3.py"][2:], "")
-    assert config.check and config.hidden_dim == 64
+    assert config.check and (config.hidden_dim, config.data) == (64, "a text of mine")
+    assert [words[words.index("--") + 1 :] for words in commands if "--" in words] == 6 * [options]
 
 
 @pytest.mark.parametrize("lacks, arguments, words", [

@@ -91,7 +91,8 @@ def refused(function, *arguments):
 
 @pytest.mark.parametrize("changes", [{}, OTHERS], ids=["tied", "untied"])
 def test_a_model_comes_back_bit_by_bit(tmp_path, changes):
-    config = dataclasses.replace(CONFIG, **changes, init_from="elsewhere", save="before it was moved")
+    looked_at = dict(check=True, profile="a folder")
+    config = dataclasses.replace(CONFIG, **changes, **looked_at, init_from="elsewhere", save="before it was moved")
     (tmp_path / "notes.txt").write_text("of a person")
     former = os.umask(0o027)
     try:
@@ -103,7 +104,7 @@ def test_a_model_comes_back_bit_by_bit(tmp_path, changes):
     assert all(getattr(config, name) == value for name, value in fields.items())
     assert fields.keys() == {*checkpoint.HF_SIZES, "rope_theta", "untied_head"}
     saved = llama.Config(**checkpoint.training_fields(tmp_path, "--resume"))
-    assert saved == dataclasses.replace(config, save=str(tmp_path), init_from=None)
+    assert saved == dataclasses.replace(config, save=str(tmp_path), init_from=None, check=False, profile=None)
     number, tensors = checkpoint.read_training(tmp_path, "--resume")
     assert number == 7 and are_equal(dict(sorted(TENSORS.items())), dict(sorted(tensors.items())))
     files = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}

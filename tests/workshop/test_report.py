@@ -107,6 +107,16 @@ def test_a_report_explains_what_it_has_and_nothing_else(summary):
 # --- the page
 
 
+def test_what_a_machine_or_a_command_is_called_is_shown_as_it_is():
+    summary = gpu_summary(
+        command="./run_all_stages.sh <b>", environment=gpu_summary()["environment"] | {"device": "A & <i>B"}
+    )
+    shown = report.texts(summary)
+    for text in (summary["command"], summary["environment"]["device"]):
+        assert html.escape(text) in shown["report.html"] and text not in shown["report.html"]
+        assert text in shown["summary.md"]
+
+
 def test_the_report_is_one_page_without_network_or_script_whose_structure_can_be_heard(whole):
     summary, page = whole
     links = re.sub(r'xmlns(:xlink)?="[^"]+"', "", page)

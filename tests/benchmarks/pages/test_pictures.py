@@ -10,6 +10,11 @@ from measure.tables import NOT_MEASURED
 RESULTS = Path(__file__).parent / "results"
 
 
+def begins_at_zero(axes):
+    """Return whether both axes show how large a value is, and not only how it differs from others."""
+    return axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+
+
 def test_the_front_page_s_picture(monkeypatch):
     figures = []
     monkeypatch.setattr(pictures, "save_png", lambda figure, path, dpi: figures.append(figure))
@@ -20,6 +25,8 @@ def test_the_front_page_s_picture(monkeypatch):
         assert [line.get_ydata()[-1] for line in axes.lines] == [5.2, 1.4, 1.2]
         assert "1.6 % of the weights" in axes.lines[0].get_label()
         assert len({line.get_linestyle() for line in axes.lines}) == 3  # not told apart by their colour alone
+        assert begins_at_zero(axes)
+    assert steps.get_xlim()[0] == 0
     assert [text.get_text() for text in steps.texts] == [  # plain PyTorch, the strongest peer, ours; small, medium
         "60.0 ms, 3.0 x", "out of memory", "21.0 ms, 1.1 x", "40.0 ms, 1.3 x", "19.7 ms, 1.0 x",
         "30.0 ms, 1.0 x",
@@ -41,6 +48,7 @@ def test_the_picture_of_a_training_run(tmp_path, monkeypatch):
     assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([15, 30, 45, 60], [3.0, 2.0, 1.5, 1.4])
     assert (list(theirs.get_xdata()), list(theirs.get_ydata())) == ([20, 40], [3.01, 2.02])
     assert ours.get_linestyle() != theirs.get_linestyle()  # not told apart by their colour alone
+    assert begins_at_zero(axes)
     text = (tmp_path / "training.svg").read_text()
     assert "prefers-color-scheme: dark" in text and not re.search(r"(fill|stroke): #", text)
     assert "triton graph: 1.40 at the end, sdpa compile graph: 2.02 at the end" in text

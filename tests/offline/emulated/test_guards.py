@@ -73,7 +73,8 @@ def count_kernel(counter, values, HOW: tl.constexpr):
     if HOW == "atomic":
         tl.atomic_add(counter, value)
     else:
-        tl.store(counter, tl.load(counter) + value)
+        place = counter + 2 * (HOW == "store_third")
+        tl.store(place, tl.load(place) + value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
@@ -86,6 +87,12 @@ def test_an_update_that_is_lost_between_workgroups_is_seen(dtype, n):
     torch.testing.assert_close(counter, values.sum(0, keepdim=True, dtype=dtype))
     with pytest.raises(Fault, match="counter, element 0, is .* or .*: it depends on the order of its workgroups"):
         count_kernel[(n,)](torch.zeros(1, dtype=dtype), values, "store")
+
+
+def test_an_element_is_counted_from_the_beginning_of_its_view():
+    counters = torch.zeros(9)
+    with pytest.raises(Fault, match="counter, element 2, is .* or .*"):
+        count_kernel[(7,)](counters[3:], torch.ones(7), "store_third")
 
 
 def test_workgroups_may_change_what_they_read_themselves():
