@@ -327,6 +327,29 @@ def test_a_step_of_a_model_from_pypi_is_timed_beside_transformers(transformers, 
     assert {name: gate["passed"] for name, gate in size["gate"].items()} == {"triton": True, "hf": True}
 
 
+def test_a_continuation_follows_from_the_newest_tokens(monkeypatch, tmp_path, capsys):
+    """A model that counts, from a prompt that is longer than its window, and from a shorter one."""
+
+    def count(tokens):
+        return torch.nn.functional.one_hot(tokens + 1, 1000)
+
+    class Numbers:
+        def __call__(self, prompt):
+            return SimpleNamespace(input_ids=[*prompt])
+
+        def decode(self, tokens):
+            return " ".join(map(str, tokens))
+
+    library = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=lambda folder, **options: Numbers()))
+    monkeypatch.setattr(hf_weights, "import_transformers", lambda folder: library)
+    monkeypatch.setattr(llama, "parse_config", lambda argv, name: None)
+    monkeypatch.setattr(llama, "TrainStep", lambda config, device: SimpleNamespace(model=count))
+    for length in (3, real_model.WINDOW + 9):
+        real_model.show_continuation("Before", tmp_path, list(range(length)), "cpu")
+        shown = capsys.readouterr().out.split(":\n")[1].split()
+        assert list(map(int, shown)) == list(range(length + real_model.NEW_TOKENS))
+
+
 @pytest.mark.slow
 def test_the_real_model_itself(transformers, tmp_path):
     """Needs PyPI. The libraries that are not among the tests' go into a folder of their own."""

@@ -145,6 +145,10 @@ GOOD = {
 }  # fmt: skip
 BAD = {
     "shared memory": (dict(shared_bytes=65537), "65537 bytes of shared memory, limit 65536"),
+    "shared memory of a program": (
+        dict(shared_bytes=232449, arch="sm_90"),
+        "232449 bytes of shared memory, limit 232448",
+    ),
     "threads": (dict(warps=32), "32 warps are 2048 threads, limit 1024"),
     "spills": (dict(vector_spills=1), "1 vector registers spilled, limit 0"),
     "scalar spills": (dict(scalar_spills=2), "2 scalar registers spilled, limit 1"),

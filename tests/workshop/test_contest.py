@@ -128,6 +128,12 @@ def test_what_breaks_a_rule_is_refused(name, judged):
     assert fields["outcome"] == "refused" and reason in fields["reason"] and "contest_" not in fields["reason"]
 
 
+@pytest.mark.parametrize("allowed, outcome", [(640, "reached"), (639, "refused")])
+def test_a_head_of_its_own_counts(judged, allowed, outcome):
+    """Embedding and head have 16 x 8 weights each, attention has 4 x 8 x 8 and the feed-forward layer 3 x 8 x 8."""
+    assert judged(parameters=allowed)["outcome"] == outcome
+
+
 DEEP = """
 os.chdir(task.folder)
 for _ in range(1100):

@@ -10,6 +10,7 @@ import triton.language as tl
 from tests.offline.selection import EMULATED, only_emulated
 
 if EMULATED:
+    from offline.emulator.code_object import CodeObject
     from offline.emulator.machine import Fault, Machine
 
 pytestmark = only_emulated
@@ -122,3 +123,10 @@ def test_printing_is_refused_by_name():
 
 def test_a_tensor_that_nobody_wrote_is_nan():
     assert torch.empty(5).isnan().all() and torch.empty_like(torch.ones(2, dtype=torch.int8)).tolist() == [127, 127]
+
+
+def test_a_line_begins_with_its_first_instruction():
+    code = object.__new__(CodeObject)
+    code.lines = [(100, "/a/k.py", 3), (108, "/a/k.py", 4), (108, "/a/k.py", 5), (120, "/a/k.py", 0)]
+    found = [code.line_of(address) for address in (99, 100, 104, 108, 119, 120)]
+    assert found == ["", "k.py:3", "k.py:3", "k.py:5", "k.py:5", ""]
