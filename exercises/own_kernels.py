@@ -188,7 +188,8 @@ class CountOperators(TorchFunctionMode):
         self.calls += 1
         result = function(*args, **(kwargs or {}))
         operands = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
-        if isinstance(result, torch.Tensor) and result.data_ptr() not in [t.data_ptr() for t in operands]:
+        memory = [t.untyped_storage().data_ptr() for t in operands]
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in memory:
             self.bytes += sum(t.nbytes for t in (*operands, result))
         return result
 

@@ -2,11 +2,13 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from exercises import check, own_kernels
+from exercises import check, own_kernels, touched
 from exercises.checks import ON_GPU
+from measure.drawing import Sheet
 from measure.results import Unavailable
 
 pytestmark = [
@@ -78,6 +80,20 @@ def test_the_counts_are_exact():
     assert counts["yours, 16 x 16"][0] == 2 * 4 * 64 * (2 * 48 + 2 * (1 + 2 + 3) * 16)
 
 
+def test_bytes_are_those_of_the_type_and_a_view_moves_none():
+    x, kernel = torch.ones(100).half(), solution_of("masked_copy_kernel").masked_copy_kernel
+    assert own_kernels.counted(lambda: kernel[(1,)](x, torch.empty_like(x), 100, BLOCK_SIZE=128))[0] == 2 * 2 * 100
+    assert own_kernels.counted(lambda: x.view(10, 10).T[1:]) == (0, 0)
+    assert own_kernels.counted(lambda: x.view(10, 10).T + 1) == (2 * 2 * 100, 0)
+
+
+def test_the_operations_of_attention_are_those_of_the_pairs_that_count():
+    tokens, heads, width = 6, 2, 4
+    q, k, v = torch.zeros(tokens, heads, width), torch.zeros(tokens, 1, width), torch.zeros(tokens, 1, width)
+    products, pairs = 2, tokens**2 / 2  # without those above the diagonal
+    assert own_kernels.CASES["attention_kernel"].flop(q, k, v) == 2 * products * pairs * heads * width
+
+
 def test_times_stand_beside_the_bound_and_what_cannot_run_is_left_out(timing, monkeypatch, capsys):
     def fails(*inputs):
         raise Unavailable("no compiler")
@@ -114,6 +130,15 @@ def test_what_each_program_touches_is_drawn(tmp_path):
     assert cells == [str(number) for offset in range(10) for number in (offset, offset % 4)]
     _, picture = show("transpose_kernel", tmp_path)
     assert re.search(r'var\(--muted\)"[^>]*>12</text>', picture)  # between two rows
+
+
+def test_rows_are_those_of_the_memory():
+    """Of 3 columns in rows of 5, the last two are no elements, and the next row begins below the first element."""
+    sheet, accesses = Sheet(""), [(0, np.array([0, 5, 6]), np.arange(3), np.array([], int))]
+    touched.panel(sheet, 0, torch.zeros(2, 5)[:, :3], "", accesses)
+    places = {text.get_text(): text.get_position() for text in sheet.axes.texts[::-1]}
+    (x, y), (x_below, y_below) = places["0"], places["5"]
+    assert x == x_below and y < y_below and places["6"][0] == places["1"][0] > x
 
 
 def test_a_wrong_kernel_is_drawn_as_well_and_an_empty_one_said_to_be_empty(tmp_path):
