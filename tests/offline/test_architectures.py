@@ -22,6 +22,7 @@ def test_bound_is_the_longer_of_two():
     (("gfx942", 64, 0, 4), 32, 1.0, None), (("gfx942", 129, 0, 4), 12, 0.375, "registers"),
     (("gfx942", 64, 0, 1), 32, 1.0, None),  # as many programs of one wave
     (("gfx942", 64, 0, 4, 94), 32, 1.0, None), (("gfx942", 64, 0, 4, 95), 28, 0.875, "registers"),
+    (("gfx1100", 64, 0, 4, 106), 64, 1.0, None),  # each wave of a Radeon has its own 106
     (("gfx942", 64, 0, 4, 0, 2), 8, 0.25, "registers"), (("gfx942", 257, 0, 4, 0, 2), 4, 0.125, "registers"),
     (("gfx942", 64, 2**15, 4), 8, 0.25, "shared memory"), (("sm_90", 128, 0, 4), 16, 0.25, "registers"),
     # Of 228 KiB, with the one that is reserved.

@@ -224,13 +224,22 @@ def test_loads_of_amd_have_the_names_of_both_instruction_sets(name, access):
     assert compiler.memory_access(name) == access
 
 
+def test_only_loads_of_amd_count_for_their_width():
+    fields = ("vgpr_count", "sgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    lines = ["  global_load_ushort v7, v[8:9], off", *2 * ["  buffer_store_dwordx4 v[2:5], v1, s[0:3], 0 offen"]]
+    text = "\n".join([*lines, *(f"    .{name}: 8" for name in fields), "; Occupancy: 3"])
+    read = compiler.read_amdgcn({"amdgcn": text})
+    assert read["instructions"] == {"load 16": 1, "store 128": 2} and read["wide_share"] == 0
+
+
 def test_loads_of_nvidia_are_counted_by_their_bytes(monkeypatch):
     usage = SimpleNamespace(stdout="REG:10 STACK:4 SHARED:0 LOCAL:8")
     monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: usage)
     ptx = "@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];\nld.global.b16 { %rs1 }, [ %rd2 + 0 ];\n"
+    ptx += "st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };\n"
     ptx += "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;"
     read = compiler.read_cubin({"cubin": b"", "ptx": ptx})
-    assert read["instructions"] == {"load 128": 1, "load 16": 1, "async load 128": 1}
+    assert read["instructions"] == {"load 128": 1, "load 16": 1, "store 128": 1, "async load 128": 1}
     assert read["wide_share"] == 32 / 34 and (read["registers"], read["scratch_bytes"]) == (10, 12)
 
 
