@@ -118,9 +118,10 @@ def adopt_orphans():
 def descendants():
     """Return the ids of the processes below this one, which only Linux tells."""
     parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            parents[int(path.parent.name)] = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            stat = (folder / "stat").read_text(errors="replace")
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
     found, below = set(), {os.getpid()}
     while below:
         below = {pid for pid, parent in parents.items() if parent in below} - found

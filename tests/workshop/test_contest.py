@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -211,6 +213,30 @@ def test_what_an_entry_leaves_behind_is_killed_before_the_weights_are_read(judge
     monkeypatch.setattr(judge, "read_model", look_and_read)
     assert judged(DAEMON.format(folder=str(tmp_path)))["outcome"] == "reached"
     assert ended == [True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whose child a process was")
+def test_a_process_may_end_while_others_are_looked_for(monkeypatch):
+    """Of one that ends meanwhile, Linux says that there is no such process, where a missing file is expected."""
+    sleeps = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    file = f"/proc/{sleeps[0].pid}/stat"
+
+    def unless_ended(call):
+        def run(path, *args, **kwargs):
+            if str(path) == file:
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), file)
+            return call(path, *args, **kwargs)
+
+        return run
+
+    try:
+        monkeypatch.setattr(os, "stat", unless_ended(os.stat))
+        monkeypatch.setattr(io, "open", unless_ended(io.open))
+        assert sleeps[0].pid not in (found := judge.descendants()) and sleeps[1].pid in found
+    finally:
+        for sleep in sleeps:
+            sleep.kill()
+            sleep.wait()
 
 
 def test_processes_that_do_not_end_are_refused(judged, monkeypatch):
