@@ -145,12 +145,8 @@ def steps_section(rows):
     return paragraphs(*parts)
 
 
-@of_each_device("gpt", "rows {row}")
-def gpt_section(rows):
-    """Show all rows of GPT-2's step, with the speed of each relative to PyTorch's or nanoGPT's own."""
-    rows = newest(rows[rows["size"] != "tiny"], "device")
-    if rows.empty:
-        return ""
+def gpt_run(rows):
+    """Show the rows of one run of GPT-2's step, with the speed of each relative to PyTorch's or nanoGPT's own."""
     speed = texts(rows["ratio median"], "{:.3f} x `".format) + rows["reference"].astype(object) + "`"
     table = pd.DataFrame({"": rows["row"], **step_columns(rows), "speed": speed})
     losses = rows["result"].iloc[0].get("losses", {})
@@ -163,6 +159,14 @@ def gpt_section(rows):
         differences = losses["mean_relative_difference"], losses["largest_relative_difference"]
         text = text.format(len(losses["ours"]), *differences)
     return paragraphs(markdown(table), text, provenance(rows))
+
+
+@of_each_device("gpt", "rows {row}")
+def gpt_section(rows):
+    """Show the newest run of GPT-2's step, and the newest beside nanoGPT's own model."""
+    rows = rows[rows["size"] != "tiny"]
+    rows = newest(rows.assign(beside=["losses" in result for result in rows["result"]]), "beside")
+    return paragraphs(*(gpt_run(run) for _, run in rows.groupby("file", sort=False)))
 
 
 def newest_of_sweep(rows, sweep):
