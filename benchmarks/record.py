@@ -6,13 +6,14 @@
     python -m benchmarks.record --rare                      measure RARE, which takes 40 minutes
 
 A part is a command whose results are kept if it succeeds. It is current if this kind of GPU has a result of the same
-command, and git finds the code unchanged since the commit of that result. Without a GPU, any GPU's counts. Afterwards
+command, and the code is that of the commit of that result, comments apart. Without a GPU, any GPU's counts. Afterwards
 `make publish` writes the pages; older results of the same commands can be removed. benchmarks.training is no part: it
 needs a text, and takes eleven minutes.
 
 Exit codes: 0 done, 1 a part failed (the others are measured), 2 the request cannot be met, 130 interrupted.
 """
 
+import ast
 import json
 import shlex
 import subprocess
@@ -38,6 +39,7 @@ MEASURED_CODE = """
     tiny_llama_v3.py tiny_llama/groups.py tiny_llama/*hopper.py tiny_llama/fp8.py nanogpt_triton/*.py
     benchmarks/steps.py benchmarks/kernels.py benchmarks/fp8_layer.py measure/timing.py
 """.split()
+UNTIMED = "state_dict", "load_state_dict"  # functions in them that no measured step calls
 REPLAY = "exercises/performance_debugging/run_all_stages.sh"
 LEARNING = "python tiny_llama_v3.py --batch-size 8 --seq-len 128 --data markov --num-steps 400"
 
@@ -92,12 +94,33 @@ RARE = [
 ]
 
 
+class TimedCode(ast.NodeTransformer):
+    """Leaves what can change a time: no docstrings and nothing UNTIMED. A tree has no comments."""
+
+    def visit_Expr(self, node):
+        return None if isinstance(node.value, ast.Constant) else node
+
+    def visit_FunctionDef(self, node):
+        return None if node.name in UNTIMED else self.generic_visit(node)
+
+
 def has_changed(result):
     """Return whether the code differs from that of the commit which a result was measured at, or this is not known."""
     commit = str(result["environment"].get("commit")).removesuffix("-dirty")
-    # Without this commit, as in a shallow clone, git fails: then the answer is yes.
-    diff = ["git", "diff", "--quiet", commit, "--", *MEASURED_CODE]
-    return bool(subprocess.run(diff, cwd=ROOT, capture_output=True).returncode)
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+
+    def differs(name):
+        texts = git("show", f"{commit}:{name}"), (ROOT / name).read_text()
+        before, now = (ast.dump(TimedCode().visit(ast.parse(text))) for text in texts)
+        return before != now
+
+    try:
+        names = git("diff", "--name-only", commit, "--", *MEASURED_CODE).splitlines()
+        return any(map(differs, names))
+    except (subprocess.CalledProcessError, OSError, SyntaxError):
+        return True  # without this commit, as in a shallow clone, or where a file came or went
 
 
 def is_current(part, results, device):

@@ -64,22 +64,46 @@ def test_the_recorded_results_can_be_read(capsys):
     assert record.main([]) == 0, capsys.readouterr().err
 
 
-def test_code_has_changed_if_git_says_so_or_does_not_know_the_commit(tmp_path, monkeypatch):
+CODE = """
+def step(self):
+    \"\"\"Run it.\"\"\"
+    # All of it.
+    return 1
+
+def load_state_dict(self, weights):
+    return 2
+"""
+
+
+@pytest.mark.parametrize("old, new, changed", [
+    ("", "", False), ("return 1", "return 3", True), ("1\n", "1\n\nRATE = 4\n", True), ("return 1", "return (", True),
+    ("# All of it.", "# Most of it.", False), ('"Run it."', '"Do not."', False), ("    # All of it.\n", "", False),
+    ("return 2", "return 4", False), ("return 1", "return 'Run it.'", True), ("def step", "def other", True),
+    ('"""Run it."""', "self.wait()", True),
+])  # fmt: skip
+def test_code_has_changed_if_what_is_timed_has(tmp_path, monkeypatch, old, new, changed):
     def git(*words):
         return subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
     monkeypatch.setattr(record, "ROOT", tmp_path)
+    script, added = tmp_path / "tiny_llama_v3.py", tmp_path / "tiny_llama/new_hopper.py"
     git("init")
-    for text in ("one", "two"):
-        (tmp_path / "tiny_llama_v3.py").write_text(text)
-        git("add", ".")
-        git("-c", "user.name=a", "-c", "user.email=b", "commit", "-m", text)
+    script.write_text(CODE)
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=b", "commit", "-m", "one")
+    now = git("rev-parse", "HEAD")
+    assert old in CODE
+    script.write_text(CODE.replace(old, new))
     (tmp_path / "README.md").write_text("measured")
-    before, now = git("rev-parse", "HEAD~"), git("rev-parse", "HEAD")
-    for commit, changed in ((now, False), (f"{now[:12]}-dirty", False), (before, True), (BEFORE, True), (None, True)):
+    for commit in (now, f"{now[:12]}-dirty"):
         assert record.has_changed(result("python -m one", commit)) == changed
-    (tmp_path / "tiny_llama_v3.py").write_text("three")
-    assert record.has_changed(result("python -m one", now)), "what is not committed is a change too"
+    assert record.has_changed(result("python -m one", BEFORE)) and record.has_changed(result("python -m one", None))
+    added.parent.mkdir()
+    added.write_text("")
+    git("add", ".")
+    assert record.has_changed(result("python -m one", now)), "a file that is new"
+    script.unlink()
+    assert record.has_changed(result("python -m one", now)), "a file that is gone"
 
 
 @pytest.mark.parametrize("flags, one, expected", [
