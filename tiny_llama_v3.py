@@ -681,7 +681,7 @@ class TrainStep:
         differing = {n for n in shapes.keys() | weights.keys() if n not in weights or weights[n].shape != shapes.get(n)}
         if differing:
             raise ValueError(f"these weights are missing, unknown or of another shape: {', '.join(sorted(differing))}")
-        self.initial_weights = [weights[name].detach().cpu().float() for name in shapes]
+        self.initial_weights = [weights[name].detach().to("cpu", torch.float32, copy=True) for name in shapes]
         self.restart()
 
     def freeze(self, *names):

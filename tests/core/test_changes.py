@@ -415,12 +415,14 @@ def test_weights_go_out_and_in(make_step, use_amp):
     weights = step.state_dict()
     assert weights["norm.weight"].dtype == torch.float32
     other.run()
-    for given in (weights, dict(reversed(weights.items()))):  # by their names, in whatever order
+    for given in (weights, {name: weights[name].clone() for name in reversed(weights)}):  # by names, in any order
         other.load_state_dict(given)
         assert all(torch.equal(weight, weights[name]) for name, weight in other.state_dict().items())
         assert not other.optimizer.exp_avg.any() and (other.optimizer.beta_powers == 1).all()
         other.run()
     assert not torch.equal(other.state_dict()["norm.weight"], weights["norm.weight"])  # which is no view
+    for weight in given.values():
+        weight.zero_()  # it is the caller's, who goes on with it
     other.restart()
     plain = make_model("torch")
     plain.load_state_dict(other.state_dict())
