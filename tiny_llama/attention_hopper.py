@@ -1,6 +1,6 @@
 """Causal attention for NVIDIA Hopper in Gluon: heads of 72 to 128, backward also those of 64.
 
-The warps of a program have roles. One warp, the producer, has the copy engine (TMA) fill a ring in shared memory. Two
+The warps of a program have roles. One warp, the producer, has the TMA fill a ring in shared memory. Two
 warpgroups, the consumers, each own 64 queries: they start two products at a time on the tensor cores, and compute the
 softmax of one while the other runs. Step t of a consumer, forward:
 
@@ -38,7 +38,7 @@ from tiny_llama.hopper import (
     warpgroup_mma_wait,
 )
 
-HEAD_DIM = gl.constexpr(128)  # columns of a tile; of narrower heads the copy engine fills up the tile with zeros
+HEAD_DIM = gl.constexpr(128)  # columns of a tile; of narrower heads the TMA fills up the tile with zeros
 NARROWEST = 72  # narrower heads fit into tiles of 64, with which plain Triton is as fast forward
 BLOCK = gl.constexpr(128)  # queries of a tile, and keys of a step; with 64 keys it takes 1.15 times as long
 HALF = gl.constexpr(64)  # queries of each of the two consumers, and rows of one wgmma instruction
@@ -105,7 +105,7 @@ def as_operand(x, dtype: gl.constexpr):
 
 @gluon.jit
 def store_half(desc, tile, x, corner):
-    """Store x (64, columns) by the copy engine, which leaves out rows past the sequence and columns past the head."""
+    """Store x (64, columns) by the TMA, which leaves out rows past the sequence and columns past the head."""
     tma.store_wait(0)  # what was there before has left shared memory
     as_matrix(tile).store(x.to(desc.dtype))
     fence_async_shared()
@@ -244,7 +244,7 @@ def flash_attention_hopper_kernel(
 ):
     """o = softmax(q k^T * scale) v under the causal mask. Grid: a program for each multiprocessor."""
     tiles = make_tiles(q_desc, 4), make_tiles(k_desc, RING), make_tiles(v_desc, RING), make_tiles(o_desc, 2)
-    # A slot is full when the copy engine has brought its bytes, and empty when both consumers have arrived.
+    # A slot is full when the TMA has brought its bytes, and empty when both consumers have arrived.
     barriers = make_barriers(RING, 1), make_barriers(RING, 2), make_barriers(RING, 1), make_barriers(RING, 2)
     sizes = num_heads, group_size, batch_heads, gl.cdiv(seq_len, BLOCK), seq_len
     given = o_desc, lse_ptr, tiles, barriers, sizes, qk_scale
@@ -528,7 +528,7 @@ def launch_backward(o_grad, saved, gradients, delta, tables):
     """Fill gradients, and delta, as flash_attention_backward_kernel does. Return False as launch_forward does."""
     heads, lse = (*saved[:4], o_grad, *gradients), saved[4]
     batch, seq_len, num_kv_heads, head_dim = saved[1].shape
-    # The copy engine reads halves of heads, and rows of lse, at multiples of 16 bytes.
+    # The TMA reads halves of heads, and rows of lse, at multiples of 16 bytes.
     parts = 1 if head_dim == HALF.value else 2
     fits = seq_len >= SHORTEST and (parts == 1 or NARROWEST <= head_dim <= HEAD_DIM.value and head_dim % 16 == 0)
     fits = fits and all(t.dtype == torch.float32 and t.is_contiguous() and is_readable(t) for t in (lse, delta))

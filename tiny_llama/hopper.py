@@ -1,7 +1,8 @@
-"""What the kernels for NVIDIA Hopper share: barriers, tiles in shared memory, the copy engine's descriptors, launches.
+"""What the kernels for NVIDIA Hopper share: barriers, tiles in shared memory, the TMA's descriptors, launches.
 
 They are written in Gluon, Triton's language for what tiles hide. The warps of a program have roles: a producer has the
-copy engine (TMA) fill slots of shared memory, and consumers multiply what it brings. They meet at barriers.
+TMA, the unit that copies tiles, fill slots of shared memory, and consumers multiply what it brings. They meet at
+barriers.
 """
 
 import functools
@@ -106,14 +107,14 @@ def serves(num_tiles, *tensors):
 
 
 def is_readable(tensor):
-    """Return whether the current device's copy engine can read it: rows without gaps, all at multiples of 16 bytes."""
+    """Return whether the current device's TMA can read it: rows without gaps, all at multiples of 16 bytes."""
     *strides, last = tensor.stride()
     return last == 1 and not any(n * tensor.element_size() % 16 for n in strides) and tensor.data_ptr() % 16 == 0
 
 
 @functools.lru_cache(maxsize=4096)
 def make_descriptor(address, dtype, shape, strides, block):
-    """Return the TensorDescriptor of a tensor that the copy engine reads or writes in tiles of the shape of block."""
+    """Return the TensorDescriptor of a tensor that the TMA reads or writes in tiles of the shape of block."""
     layout = gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
     # It keeps what it needs of the tensor, not the tensor, whose memory would never be freed.
     base = SimpleNamespace(dtype=dtype, data_ptr=lambda: address)

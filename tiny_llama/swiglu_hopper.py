@@ -62,7 +62,7 @@ def count_tiles(num_m, num_n):
 def tile_of(turn, num_m, num_n):
     """Return the block of rows and the block of columns of the program's tile.
 
-    Of turn -1 the rows are past the end: there the copy engine reads zeros, and writes nothing. To write where a
+    Of turn -1 the rows are past the end: there the TMA reads zeros, and writes nothing. To write where a
     coordinate is negative stops the kernel.
     """
     tile = gl.program_id(0) + gl.maximum(turn, 0) * gl.num_programs(0)
@@ -156,7 +156,7 @@ def cut(x, COUNT: gl.constexpr):
 
 @gluon.jit
 def finish_forward(gate_bits, up_bits, m, col, descs, tiles, PART: gl.constexpr):
-    """Store a piece of gate and up, and hidden, by the copy engine."""
+    """Store a piece of gate and up, and hidden, by the TMA."""
     gate_up_desc, hidden_desc = descs
     _, _, gate_up_tiles, hidden_tiles = tiles
     gate, up = widen(gate_bits), widen(up_bits)
@@ -174,7 +174,7 @@ def finish_forward(gate_bits, up_bits, m, col, descs, tiles, PART: gl.constexpr)
 
 @gluon.jit
 def finish_backward(grad_bits, use, m, col, descs, tiles, barriers, PART: gl.constexpr):
-    """Turn a piece of gate and up into their gradients, and store these by the copy engine."""
+    """Turn a piece of gate and up into their gradients, and store these by the TMA."""
     gate_up_desc, _ = descs
     _, _, gate_up_tiles, _ = tiles
     _, _, full, _ = barriers
@@ -289,7 +289,7 @@ def swiglu_hopper_kernel(
     hidden_desc,  # out: (rows, ffn) in tiles of (HALF, WIDTH); in backward not used
     num_m,  # blocks of rows
     num_n,  # blocks of columns
-    steps,  # along the inner dimension: beyond the end the copy engine reads zeros
+    steps,  # along the inner dimension: beyond the end the TMA reads zeros
     FORWARD: gl.constexpr,
 ):
     """Compute what the head of this file says. Grid: a program for each multiprocessor."""
@@ -297,7 +297,7 @@ def swiglu_hopper_kernel(
     buffers = make_tiles(gate_up_desc, 2 if FORWARD else 2 * BUFFERS)
     hidden_tiles = make_tiles(hidden_desc, 2) if FORWARD else buffers
     tiles = make_tiles(a_desc, RING), make_tiles(b_desc, RING), buffers, hidden_tiles
-    # A slot is full when the copy engine has brought its bytes. One of the ring is empty when both consumers have
+    # A slot is full when the TMA has brought its bytes. One of the ring is empty when both consumers have
     # arrived, a buffer of pieces when its own has.
     pieces_full, pieces_empty = make_barriers(2 * BUFFERS, 1), make_barriers(2 * BUFFERS, 1)
     barriers = make_barriers(RING, 1), make_barriers(RING, 2), pieces_full, pieces_empty
@@ -361,7 +361,7 @@ def launch_product(a, b, gate_up, hidden=None):
     # With fewer tiles than multiprocessors, or steps than pieces, there is nothing to finish a tile beside.
     if not (steps >= pieces and ffn % 8 == 0 and serves(num_m * num_n, *tensors)):
         return False
-    # gate_up as (2, rows, ffn): with gate and up apart, the copy engine leaves out columns past the end of each.
+    # gate_up as (2, rows, ffn): with gate and up apart, the TMA leaves out columns past the end of each.
     halves = gate_up.view(rows, 2, ffn).transpose(0, 1)
     weight = (b.view(2, ffn, inner), 2, COLS.value // 2, STEP.value) if forward else (b, STEP.value, COLS.value)
     descs = [
