@@ -1255,7 +1255,7 @@ def first_derivative_only(backward):
 
 
 # The library's fast products move 16 bytes at a time. Where rows, of an operand or of the result, are no multiple of 8
-# elements, a product takes 2.5 to 7 times as long: measured on an H100, in bf16, with vocabularies such as 50,257.
+# elements, a product takes 2.5 to 7.3 times as long: measured on an H100, in bf16, with vocabularies such as 50,257.
 # FlatAdamW therefore places rows of zeros behind such a weight, up to a multiple of 16, which takes 0.96 of the time of
 # the next multiple of 8.
 FAST_MULTIPLE, PADDED_MULTIPLE = 8, 16

@@ -44,7 +44,7 @@ HEADER = """# What the compiler makes of each kernel
 Every Triton kernel, compiled for the GPUs below in the configurations that
 [tiny_llama_v3.py](../../tiny_llama_v3.py) chooses there. **Nothing on this page was run**: registers, shared memory and
 instructions are the compiler's, bounds are arithmetic with datasheets. No AMD GPU has run these kernels yet, and of
-NVIDIA's only H100 and H200; times measured on an H100 are in [measured.md](../measured.md#kernels-alone).
+NVIDIA's only H100 and H200; times measured on an H200 are in [measured.md](../measured.md#kernels-alone).
 """
 LEGEND = """For each kernel:
 
