@@ -69,7 +69,7 @@ PARTS = [
     Part("python -m benchmarks.kernels", 115),
     Part("python -m benchmarks.kernels --only layer-norm", 40),
     Part("python -m benchmarks.kernels --only fp8-layer", 45),
-    Part(f"{REPLAY} --beyond", 157, "stages"),
+    Part(f"{REPLAY} --beyond", 135, "stages"),
     Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5 -- --use-amp", 70, "stages"),
     Part(f"{REPLAY} --stages 5,8 -- --use-amp", 40, "stages"),
     Part(LEARNING, 16, "learning_correct"),
@@ -79,18 +79,18 @@ PARTS = [
     *steps_of("peers", large=255),
     *steps_of("fp8", large=280),
     Part(f"{STEPS} --rows 'triton graph' 'sdpa compile graph' 'sdpa fa4 compile graph' --sizes large-128", 141),
-    Part("python -m benchmarks.gpt", 130),
+    Part("python -m benchmarks.gpt", 151),
 ]
 # What takes long, or only explains how the cost grows. The pages keep the recorded results.
 RARE = [
-    *steps_of("peers", small=151),
-    Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 155),
-    Part(f"{STEPS} --sweep width", 177),
-    Part(f"{STEPS} --sweep vocab", 122),
-    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 80, "stages"),
+    *steps_of("peers", small=125),
+    Part(f"{STEPS} --sweep length --rows sweep 'sdpa fa4 compile graph'", 161),
+    Part(f"{STEPS} --sweep width", 161),
+    Part(f"{STEPS} --sweep vocab", 124),
+    Part(f"{REPLAY} --stages 2,3 --seq-len 2048 --num-steps 5", 70, "stages"),
     Part(f"python -m benchmarks.kernels --only {'heads-128 ' * 7}".strip(), 180),
     # Whose search takes minutes. Medium and large are estimated.
-    *steps_of("autotuned", small=355, medium=400, **{"large": 370, "large-128": 450}),
+    *steps_of("autotuned", small=318, medium=400, **{"large": 370, "large-128": 450}),
 ]
 
 
