@@ -49,15 +49,19 @@ def tens(count):
 
 
 def saved(sizes, before, after):
-    """Return {size: text of the ms that one row of a step saves of another}, where one result has both."""
+    """Return {size: text of the ms that one row of a step saves of another}, where one result has both.
+
+    Both took turns with ours, at other moments: their ratios to ours are compared, as a clock may have changed between.
+    """
     cells = {}
     for size, rows in sizes.items():
         named = rows.set_index("row").reindex([before, after])
         ms, errors = named["ms median"], named["error"]
+        ours = named["ratio median"].where(named.index != OUR_STEP, 1.0)  # ours divided by each
         if str(errors[before]).startswith("OutOfMemoryError"):
             cells[size] = "out of memory without"
-        elif named["file"].nunique() == 1 and ms.notna().all():
-            cells[size] = f"{number(ms[before] - ms[after])} of {number(ms[before])}"
+        elif named["file"].nunique() == 1 and ours.notna().all() and ms.notna().all():
+            cells[size] = f"{number(ms[before] * (1 - ours[before] / ours[after]))} of {number(ms[before])}"
     return cells
 
 
