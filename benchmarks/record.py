@@ -37,7 +37,8 @@ from tiny_llama import hardware
 # Kernels, steps and what they are compared with. What reports and stores results may change.
 MEASURED_CODE = """
     tiny_llama_v3.py tiny_llama/groups.py tiny_llama/*hopper.py tiny_llama/fp8.py nanogpt_triton/*.py
-    benchmarks/steps.py benchmarks/kernels.py benchmarks/fp8_layer.py measure/timing.py
+    benchmarks/steps.py benchmarks/kernels.py benchmarks/fp8_layer.py benchmarks/gpt.py measure/timing.py
+    measure/work.py
 """.split()
 UNTIMED = "state_dict", "load_state_dict"  # functions in them that no measured step calls
 REPLAY = "exercises/performance_debugging/run_all_stages.sh"
@@ -165,8 +166,13 @@ def main(argv):
     results = [read_result(path) for path in sorted(RESULTS.glob("*.json"))]
     parts = [part for part in wanted or PARTS + RARE if not is_current(part, results, device)]
     if not wanted:
-        print(*(part.command for part in parts), sep="\n")
+        for part in parts:
+            print(f"{part.command}  # {'--rare' if part in RARE else '--all'}, {part.seconds} s")
+        if not parts:
+            print("every part is current")
         return 0
+    if has_changed({"environment": {"commit": "HEAD"}}):
+        print("note: git has no commit of this code, so its results will not count as current: commit it first")
     if device.type == "cpu":
         raise llama.UsageError("measuring needs a GPU, and there is none: give no option, to list")
     failed = False

@@ -1,7 +1,7 @@
 """Put our kernels into a LLaMA of transformers, and compare it with transformers alone and with Liger-Kernel.
 
     python -m examples.swap_kernels --sizes medium            on a GPU; without --sizes, models of three sizes
-    TRITON_INTERPRET=1 python -m examples.swap_kernels        a tiny one on a CPU, whose times mean nothing
+    TRITON_INTERPRET=1 python -m examples.swap_kernels --tiny       on a CPU, whose times mean nothing
 
 This runs benchmarks.steps with the rows `hf`, `hf liger` and `hf triton`: loss and gradients are checked first, then
 whole training steps are timed in turns. swap_kernels() in tiny_llama/hugging_face.py puts the kernels in. The options

@@ -164,7 +164,6 @@ def gpt_run(rows):
 @of_each_device("gpt", "rows {row}")
 def gpt_section(rows):
     """Show the newest run of GPT-2's step, and the newest beside nanoGPT's own model."""
-    rows = rows[rows["size"] != "tiny"]
     rows = newest(rows.assign(beside=["losses" in result for result in rows["result"]]), "beside")
     return paragraphs(*(gpt_run(run) for _, run in rows.groupby("file", sort=False)))
 

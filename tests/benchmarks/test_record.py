@@ -33,7 +33,7 @@ def recording(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RARE", [record.Part("python -m rare", 30)])
     monkeypatch.setattr(llama, "select_device", lambda name: CUDA)
     monkeypatch.setattr(llama, "get_gpu", lambda kind: llama.Gpu(kind, NAMES[kind], "", 100, 32))
-    monkeypatch.setattr(record, "has_changed", lambda result: result["environment"]["commit"] != NOW)
+    monkeypatch.setattr(record, "has_changed", lambda result: result["environment"]["commit"] not in (NOW, "HEAD"))
     monkeypatch.setattr(record, "measure", lambda part, device: commands.append(part.command) or True)
     return tmp_path, commands
 
@@ -120,6 +120,18 @@ def test_what_is_not_current_is_measured_in_time(recording, capsys, flags, one, 
     assert ("Left for the next time: python -m two\n" in capsys.readouterr().out) == is_late
 
 
+def test_results_of_code_in_no_commit_are_announced_as_such(recording, capsys, monkeypatch):
+    """They would be measured again by every call."""
+    assert record.main(["--all"]) == 0 and "git has no commit" not in capsys.readouterr().out
+    monkeypatch.setattr(record, "has_changed", lambda result: True)
+    assert record.main(["--all"]) == 0 and "note: git has no commit of this code" in capsys.readouterr().out
+
+
+def test_without_git_everything_has_changed(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert record.has_changed(result("python -m one", "HEAD"))
+
+
 def test_a_part_that_fails_is_named(recording, capsys, monkeypatch):
     monkeypatch.setattr(record, "measure", lambda part, device: part.command != "python -m one")
     assert record.main(["--all"]) == 1 and "Failed in 0 s: python -m one\n" in capsys.readouterr().out
@@ -128,8 +140,11 @@ def test_a_part_that_fails_is_named(recording, capsys, monkeypatch):
 def test_listing_needs_no_gpu_and_measuring_does(recording, capsys, monkeypatch):
     save(recording[0], a=result("python -m one"), b=result("python -m two", BEFORE), c={"command": "compiled"})
     monkeypatch.setattr(llama, "select_device", lambda name: CPU)
-    assert record.main([]) == 0 and capsys.readouterr().out == "python -m two\npython -m rare\n"
+    listed = "python -m two  # --all, 20 s\npython -m rare  # --rare, 30 s\n"
+    assert record.main([]) == 0 and capsys.readouterr().out == listed
     assert record.main(["--all"]) == 2 and "measuring needs a GPU, and there is none" in capsys.readouterr().err
+    save(recording[0], b=result("python -m two"), d=result("python -m rare"))
+    assert record.main([]) == 0 and capsys.readouterr().out.endswith("every part is current\n")
 
 
 @pytest.mark.parametrize("command, expected", [

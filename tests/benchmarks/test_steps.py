@@ -45,8 +45,8 @@ def comparison(tmp_path_factory):
     return folder, result
 
 
-def test_every_row_has_a_time_or_a_reason(comparison):
-    folder, result = comparison
+def test_every_row_has_a_time_or_a_reason(comparison, tmp_path):
+    _, result = comparison
     size = result["sizes"]["tiny"]
     assert list(size["rows"]) == ROWS
     tokens = size["config"]["batch_size"] * size["config"]["seq_len"]
@@ -61,7 +61,8 @@ def test_every_row_has_a_time_or_a_reason(comparison):
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3 if ON_GPU else 1e-4)  # of one batch
     others = [row["reference_windows_ms"] for row in timed.values() if row.get("reference") == "triton"]
     assert timed["triton"]["windows_ms"] == sum(others, [])
-    assert re.search(r"\| triton \| \d", publish.SECTIONS["steps"](folder))  # on its page
+    (tmp_path / "steps_a.json").write_text(json.dumps(result | {"sizes": {"small": size}}))  # tiny is in no table
+    assert re.search(r"\| triton \| \d", publish.SECTIONS["steps"](tmp_path))
 
 
 def losses_of(step, config):

@@ -136,6 +136,14 @@ def test_the_device_with_the_most_results_comes_first(tmp_path):
     assert first["source"] == "B, PyTorch 2.11" and first["commit"] == " at commit c0ffee with changes"
 
 
+def test_a_tiny_model_is_in_no_table(tmp_path):
+    """Its times mean nothing."""
+    result = json.loads((RESULTS / "steps_some-gpu_20300102.json").read_text())
+    result["sizes"]["tiny"] = result["sizes"].pop("small")
+    (tmp_path / "steps_a.json").write_text(json.dumps(result))
+    assert "tiny" not in {*long_table(tmp_path, *training_steps.STEPS)["size"]}
+
+
 def test_columns_are_the_fields_of_the_results(tmp_path):
     """A benchmark that is new needs no list of them, and what has failed has those of the recorded results."""
     result = {"environment": {"device": "A", "torch": "2.11", "triton": None}}
