@@ -8,14 +8,21 @@ was last checked. The date is ISO's, in local time.
 """
 
 import argparse
+import contextlib
 import getpass
 import json
+import os
 from datetime import datetime
 
 import tiny_llama_v3 as llama
 from measure.command_line import printable_fields
 from measure.results import write_json
 from tiny_llama.files import open_input
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
 
 # The tasks as README_WORKSHOP.md and the pages of the exercises go through them. They stand here and not beside their
 # checks, so that the scoreboard runs without Triton.
@@ -86,39 +93,58 @@ def read(path):
     return content
 
 
+@contextlib.contextmanager
+def locked(path):
+    """Keep other checks from writing this file meanwhile. Its folder has the lock, as the file itself is replaced."""
+    with contextlib.ExitStack() as stack:
+        # Windows opens no folder, and some network file systems lock none: there the file is read just before it is
+        # written, without a lock.
+        with contextlib.suppress(OSError):
+            folder = os.open(os.path.dirname(os.path.realpath(path)), os.O_RDONLY)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+
+
 class Progress:
     """A progress file, which need not exist yet. name: the participant's; default: who the file names, or the user."""
 
     def __init__(self, path, name=None):
-        self.path = path
+        self.path, self.name = path, name
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # a container whose user has no name
             user = "participant"
         self.content = {"participant": user, "date": now(), "exercises": {}}
+        self.refresh()
+
+    def refresh(self):
+        """Take over what the file says; without a file, what is known stays."""
         try:
-            self.content = read(path)
+            self.content = read(self.path)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
             reason = f"is no progress file ({error}): move it, and another is begun"
-            raise llama.UsageError(f"--progress {path} {reason}") from error
-        if name is not None:
-            self.content["participant"] = name
+            raise llama.UsageError(f"--progress {self.path} {reason}") from error
+        if self.name is not None:
+            self.content["participant"] = self.name
 
     def state(self, exercise, task):
         return self.content["exercises"].get(exercise, {}).get(task, BLANK)
 
     def record(self, exercise, task, passed, message, begun=True):
         """Write the file with what a check has found. begun: whether there was anything to check."""
-        before = self.state(exercise, task)
-        # The blanks of a notebook that is opened anew do not take back what has passed.
-        if before["passed"] and not begun:
-            return
-        self.content["exercises"].setdefault(exercise, {})[task] = {
-            "passed": passed,
-            "attempts": before["attempts"] + (begun and not before["passed"]),
-            "message": None if passed else message,
-        }
-        self.content["date"] = now()
-        write_json(self.path, self.content, follow=True)
+        with locked(self.path):
+            self.refresh()  # another check may have written since
+            before = self.state(exercise, task)
+            # The blanks of a notebook that is opened anew do not take back what has passed.
+            if before["passed"] and not begun:
+                return
+            self.content["exercises"].setdefault(exercise, {})[task] = {
+                "passed": passed,
+                "attempts": before["attempts"] + (begun and not before["passed"]),
+                "message": None if passed else message,
+            }
+            self.content["date"] = now()
+            write_json(self.path, self.content, follow=True)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -452,6 +453,16 @@ def test_what_comes_next_is_what_the_workshop_has_next(tmp_path, capsys):
     assert nexts[8:10] == ["multiply_tile (puzzles)", "memory_lines (exercise1)"]
     progress.record("examination", "copy_bandwidth", False, None)
     assert check.summary(progress) == f"{TOTAL} of {TOTAL} done"
+
+
+def test_checks_at_the_same_time_keep_what_each_finds(tmp_path):
+    """Each has read the file before the others write it."""
+    path, tasks = tmp_path / "progress.json", list(check.all_tasks())
+    each = [progress_file.Progress(path, "ada") for _ in tasks]
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        list(pool.map(lambda progress, task: progress.record(*task, True, None), each, tasks))
+    assert check.summary(progress_file.Progress(path)).startswith(f"{TOTAL} of {TOTAL} done")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_task_is_called_by_its_number_on_the_page(capsys):
