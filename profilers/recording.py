@@ -211,6 +211,11 @@ class Recording:
                 "change the line that --dry-run shows"
             )
         if tool := self.rocm:
+            # Only here, as modules set the variable as well, and nothing depends on it where there is a profiler.
+            if not tool.is_installed and tool.release < rocm.OLDEST:
+                oldest = rocm.dotted(rocm.OLDEST)
+                version = f"ROCM_VERSION={os.environ['ROCM_VERSION']}"
+                raise UsageError(f"{version} is no release from {oldest} on: give one such as {rocm.ASSUMED}")
             self.launch = tool.launch
             self.note(f"Tool: {tool.name} of ROCm {rocm.dotted(tool.release)}: {tool.path}, {tool.why}")
             if warning := rocm.mismatch_of(tool, build):

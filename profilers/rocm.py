@@ -189,7 +189,7 @@ def find(name, given=None):
         if build == f"rocm {dotted(tool.release)}":
             return tool._replace(why="of the release of this PyTorch")
         first = first or tool
-    release = release_in(os.environ.get("ROCM_VERSION") or ASSUMED) or OLDEST
+    release = release_in(os.environ.get("ROCM_VERSION") or ASSUMED) or ()  # older than all, if it is none
     return first or Tool(name, EXECUTABLES[name], release, "which is not installed here")
 
 

@@ -631,6 +631,15 @@ def test_what_each_release_is_asked_for(machine, release, counters, library, sys
     assert f"rocprof-sys-sample {system} " in line("get_rocprof_sys.sh")
 
 
+@pytest.mark.parametrize("version", ["abc", "7", "5.0", "6.3.4"])
+def test_a_release_that_no_dry_run_is_for(machine, version):
+    """It counts only where a profiler that is not installed was asked for: modules set the variable as well."""
+    run = machine.run("get_counters.sh", "--dry-run", "--tool", "rocprofv3", ROCM_VERSION=version)
+    assert run.code == 2 and run.out == "" and run.err.count("\n") == 1
+    assert f"error: ROCM_VERSION={version} is no release from 6.4 on: give one such as 10.0" in run.err
+    assert machine.run("get_counters.sh", "--dry-run", ROCM_VERSION=version).code == 0
+
+
 @pytest.mark.parametrize("script, told, build, given", [
     ("get_rocprof_compute.sh", "7.2", "7.12", "--rocprofiler-sdk-library-path"),
     ("get_rocprof_compute.sh", "7.12", "7.2", "--rocprofiler-sdk-library-path"),
