@@ -70,10 +70,12 @@ def read(defaults, argv, choices=None):
             if kind is float and type(value) is int:
                 with reading(argument, f"give a smaller {key}"):
                     value = float(value)
-            if values := (choices or {}).get(key):
-                if repr(value) not in map(repr, values):  # 1 == True
+            values = (choices or {}).get(key)
+            if not (repr(value) in map(repr, values) if values else type(value) is kind):  # 1 == True
+                if argument == f"--{key}":  # the value may follow after a space
+                    raise UsageError(f"{argument} has no value: write {argument}=VALUE, such as {defaults[key]!r}")
+                if values:
                     raise UsageError(f"{key}={value} is none of {', '.join(map(str, values))}")
-            elif type(value) is not kind:
                 raise UsageError(f"{argument}: {key} = {value!r} is no {kind.__name__}, such as {defaults[key]!r}")
             print(f"overriding: {key} = {value!r}")
             given[key] = value

@@ -94,7 +94,8 @@ def test_our_config_files(path):
 @pytest.mark.parametrize("argument, words", [
     ("--batchsize=3", "batchsize: did you mean batch_size?"), 
     ("--zzz=3", "zzz: --help"), ("--batch_size=x", "batch_size = 'x' is no int"), ("--batch_size=2.5", "2.5 is no int"),
-    ("--batch_size", "True is no int"), ("--batch_size=0", "batch_size=0 is not from 1"),
+    ("--batch_size", "write --batch_size=VALUE, such as 12"), ("--batch_size=True", "True is no int"),
+    ("--layer_norm", "write --layer_norm=VALUE"), ("--batch_size=0", "batch_size=0 is not from 1"),
     ("--max_iters=-1", "max_iters=-1 is not from 0"),
     ("--dropout=1.5", "dropout=1.5 is not from 0"), ("--learning_rate=-1", "-1.0 is not from 0"),
     ("--learning_rate=1e999", "inf is not from 0 to 1.79"), (f"--learning_rate=1{400 * '0'}", "give a smaller"),
