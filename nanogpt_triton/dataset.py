@@ -120,7 +120,11 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def remedy(folder):
-    return f"run python {folder / 'prepare.py'}; config/train_pysource.py needs no network"
+    if (program := folder / "prepare.py").exists():
+        return f"run python {program}; config/train_pysource.py needs no network"
+    found = {path.parent.name for name in ("prepare.py", "train.bin") for path in folder.parent.glob(f"*/{name}")}
+    names = ", ".join(sorted(found - {folder.name})) or "none there; config/train_pysource.py needs no network"
+    return f"prepare it, or give another dataset of {folder.parent}: {names}"
 
 
 def read_texts(folder):

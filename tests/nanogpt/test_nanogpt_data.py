@@ -274,9 +274,19 @@ def test_a_file_that_is_missing_or_damaged(tmp_path, name, content):
     """Or too short for a batch, or no file."""
     if content is not None:
         content(tmp_path / name) if callable(content) else (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match="cannot be used .*: run python .*prepare.py") as error:
+    with pytest.raises(UsageError, match="cannot be used .*: prepare it, or give another dataset of") as error:
         batches(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_a_dataset_that_is_not_there(tmp_path, folder):
+    """Its program is named if it has one, else the datasets beside it."""
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "prepare.py").touch()
+    with pytest.raises(UsageError, match=f"cannot be used .*: run python {tmp_path}/new/prepare.py; "):
+        batches(tmp_path / "new")
+    with pytest.raises(UsageError, match=f"cannot be used .*: .* another dataset of {tmp_path}: mine, new$"):
+        batches(tmp_path / "nope")
 
 
 @pytest.mark.parametrize("content, texts", [
