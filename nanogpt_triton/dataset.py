@@ -45,7 +45,10 @@ def reading(path, remedy):
 
 
 def read_text(path):
-    with reading(path, "give a text file in UTF-8, of at most 1 GiB"), open_input(path) as file:
+    wanted = "give a text file in UTF-8, of at most 1 GiB"
+    if not os.path.exists(path):
+        wanted = "name a file that is there; a relative name is looked for from the current folder"
+    with reading(path, wanted), open_input(path) as file:
         return io.TextIOWrapper(file, encoding="utf-8").read()
 
 

@@ -102,7 +102,7 @@ def test_our_config_files(path):
     (f"--seed={2**63}", f"is not from 0 to {2**63 - 1}"), ("--seed=-1", "seed=-1 is not from 0"),
     (f"--warmup_iters=1{400 * '0'}", "is not from 0"), (f"--n_embd={2**31}", "is not from 1 to 2147483647"),
     ("--layer_norm=foo", "layer_norm=foo is none of auto, triton, torch"),
-    ("-b=3", "--key=value"), ("missing.py", "missing.py cannot be used"), ("/dev/zero", "not a regular file"),
+    ("-b=3", "--key=value"), ("missing.py", "looked for from the current folder"), ("/dev/zero", "not a regular file"),
     ("batchsize = 4", "batchsize: did you mean batch_size?"), ("dropout = float('nan')", "dropout=nan is not from 0"),
     ("batch_size = 1 // 0", "ZeroDivisionError"),
 ])  # fmt: skip
