@@ -137,6 +137,8 @@ def read_result(path):
     try:
         with open_input(path) as file:
             result = json.load(file, object_hook=functools.partial(Record, path))
+    except FileNotFoundError as error:
+        raise llama.UsageError(f"{path} is not there: name a result or a folder of results") from error
     except (OSError, ValueError, RecursionError) as error:
         raise llama.UsageError(f"{path} cannot be read ({error}): measure again, or take the file away") from error
     if not isinstance(result, Record):

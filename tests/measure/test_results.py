@@ -40,14 +40,16 @@ def test_the_header_says_how_to_repeat_it_without_the_private_folder(private):
 
 
 @pytest.mark.parametrize("text, reason", [
+    (None, "is not there: name a result or a folder of results"),
     ("{", "cannot be read"), ("[" * 10**5, "cannot be read"), ("[1]", "is no result"), ('{"a": {}}', "has no speed"),
     *((f'{{"a": {{{field}}}}}', "which cannot be: measure again") for field in (
         '"ms": null', '"batch_ms": "1"', '"phase_ms": {"x": [0]}', '"us": 1e999',
         '"loss": -1', '"losses": [1, NaN]', f'"loss": 1{400 * "0"}')),
 ])  # fmt: skip
-def test_a_damaged_result_is_named(tmp_path, text, reason):
+def test_a_missing_or_damaged_result_is_named(tmp_path, text, reason):
     path = tmp_path / "steps.json"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(llama.UsageError, match=rf"^{path}.* ?{reason}.*$"):
         results.read_result(path)["a"]["speed"]
 
