@@ -236,13 +236,16 @@ def write(folder, config, weights, number, tensors):
     """Write a model and what goes on with its training, whole or not at all. Other files of the folder stay.
 
     weights: an iterable of (our name, fp32 tensor on the CPU), number: steps done, tensors: {name: tensor on the CPU}
-    of the optimizer. If the folder cannot be written by now, UsageError names another that has the model.
+    of the optimizer. If the folder cannot be written by now, or another run has saved to the one of --save meanwhile,
+    UsageError names another that has the model.
     """
     weights = {name: part.contiguous() for name, part in to_hugging_face(weights, config)}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     error = None
     for place in itertools.chain([Path(folder)], spare_folders()):
         try:
+            if config.save is not None:
+                require_own(place, "--save", config.resume)
             write_files(place, config, weights, number, tensors)
             break
         except UsageError as failure:
@@ -286,10 +289,15 @@ def require_free(folder, flag, resumed=None):
     resumed is the folder that the run goes on with, or None: that one is replaced.
     """
     import_safetensors(flag)
+    require_own(folder, flag, resumed)
+    llama.writable_folder(flag, folder)
+
+
+def require_own(folder, flag, resumed):
+    """Raise UsageError if a folder holds a model, and is not the one that the run goes on with."""
     held = [path for pattern in (CONFIG, "*.safetensors") for path in Path(folder).glob(pattern)]
     if held and not (resumed and Path(folder).resolve() == Path(resumed).resolve()):
         raise UsageError(f"{flag} {folder} holds a model already: give another folder, or --resume {folder}")
-    llama.writable_folder(flag, folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

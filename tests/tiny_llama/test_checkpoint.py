@@ -340,6 +340,20 @@ def test_a_full_disk_leaves_the_former_save_and_the_model_is_kept_elsewhere(spar
         assert list(spare.glob("*/tiny_llama_*")) == kept
 
 
+def test_a_model_that_another_run_has_saved_meanwhile_stays(spare):
+    folder = spare / "run"
+    config = dataclasses.replace(CONFIG, save=str(folder))
+    save(folder, config)
+    before = contents(folder)
+    message = refused(save, folder, config)
+    (kept,) = spare.glob("*/tiny_llama_*")
+    remedy = f"give another folder, or --resume {folder}"
+    assert message == f"--save {folder} holds a model already: {remedy}; the trained model is in {kept}"
+    assert contents(folder) == before and read(kept)
+    save(folder, dataclasses.replace(config, resume=str(folder)), number=8)  # the run that goes on with it
+    assert contents(folder) != before
+
+
 class Killed(BaseException):
     """SIGKILL: nothing of ours runs after it."""
 
