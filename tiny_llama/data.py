@@ -110,15 +110,15 @@ def token_type(config):
 def read(config):
     """Return two Texts: the first nine tenths of the file's tokens, and the last tenth."""
     given, needed, dtype = f"--data {config.data!r}", 10 * config.seq_len + 1, token_type(config)
-    if has_bytes(config) and config.vocab_size != 256:
-        raise UsageError(
-            f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256, or a FILE.bin"
-        )
     with readable(config):
         file = open_input(config.data, math.inf)
         size, rest = divmod(file.seek(0, os.SEEK_END), dtype.itemsize)
         if rest:
             raise ValueError(f"it does not end with a whole token of {dtype.itemsize} bytes")
+    if has_bytes(config) and config.vocab_size != 256:
+        raise UsageError(
+            f"--vocab-size {config.vocab_size} contradicts {given}, whose tokens are bytes: give 256, or a FILE.bin"
+        )
     if size < needed:
         raise UsageError(
             f"{given} has {size} {'bytes' if has_bytes(config) else 'tokens'}, and --seq-len {config.seq_len} needs "
