@@ -36,7 +36,8 @@ from tiny_llama import hardware
 
 # Kernels, steps and what they are compared with. What reports and stores results may change.
 MEASURED_CODE = """
-    tiny_llama_v3.py tiny_llama/groups.py tiny_llama/*hopper.py tiny_llama/fp8.py nanogpt_triton/*.py
+    tiny_llama_v3.py tiny_llama/groups.py tiny_llama/*hopper.py tiny_llama/fp8.py
+    nanogpt_triton/kernels/*.py nanogpt_triton/model.py nanogpt_triton/flat_adamw.py nanogpt_triton/train.py
     benchmarks/steps.py benchmarks/kernels.py benchmarks/fp8_layer.py benchmarks/gpt.py measure/timing.py
     measure/work.py
 """.split()

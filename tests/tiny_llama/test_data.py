@@ -173,7 +173,8 @@ def test_a_run_learns_tokens_and_has_no_sample_of_them(run, text):
 
 
 @pytest.mark.parametrize("content, flags, named", [
-    (None, [], "No such file"), (None, ["--vocab-size", "37"], "No such file"), ("folder", [], "Is a directory"), (b"", [], "has 0 bytes"),
+    (None, [], "No such file"), (None, ["--vocab-size", "37"], "No such file"), ("folder", [], "Is a directory"),
+    (b"", [], "has 0 bytes"),
     ("/dev/zero", [], "not a regular file"),
     (b"a" * 80, [], "has 80 bytes, and --seq-len 8 needs 81"), (b"a" * 90, ["--vocab-size", "37"], "give 256"),
 ], ids=str)  # fmt: skip
