@@ -172,10 +172,10 @@ def main(argv):
         if not parts:
             print("every part is current")
         return 0
-    if has_changed({"environment": {"commit": "HEAD"}}):
-        print("note: git has no commit of this code, so its results will not count as current: commit it first")
     if device.type == "cpu":
         raise llama.UsageError("measuring needs a GPU, and there is none: give no option, to list")
+    if has_changed({"environment": {"commit": "HEAD"}}):
+        print("note: git has no commit of this code, so its results will not count as current: commit it first")
     failed = False
     for part in parts:
         begin = time.monotonic()
