@@ -36,7 +36,8 @@ affected: .venv/dev.stamp ## run the tests that what changed since SINCE (defaul
 test-slow: .venv/dev.stamp ## run the other tests
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: test test-slow ## run all tests, and those of the kernels on one emulated GPU, which needs clang
+test-all: test test-slow ## run all tests, compile the kernels in every case, and run them on an emulated GPU, which needs clang
+	$(VENV_PYTHON) -m offline.pages --check
 	$(MAKE) emulate ARCH=gfx942
 
 # TINYGRAD: a copy of the emulator's commit, for a machine without a network.
