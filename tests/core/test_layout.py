@@ -30,7 +30,7 @@ tests/core/test_layout.py::test_every_test_has_a_case_that_is_not_slow
 tests/examples/test_examples.py::test_the_real_model_itself
 tests/offline/test_gate.py::test_a_spoiled_tile_is_named
 tests/offline/test_gate.py::test_arguments_are_those_of_a_launch
-tests/offline/test_gate.py::test_every_kernel_passes_on_every_architecture
+tests/offline/test_gate.py::test_the_kernels_of_the_script_pass_on_every_architecture
 tests/offline/test_gate.py::test_occupancy_is_the_compilers
 tests/offline/test_gate.py::test_oldest_triton_compiles_too
 tests/offline/test_gate.py::test_products_use_the_matrix_instructions_of_their_type

@@ -15,7 +15,7 @@ from offline.architectures import CHIPS, occupancy
 from tests import ROOT
 from tiny_llama import fp8
 
-pytestmark = [pytest.mark.triton, pytest.mark.timeout(1200)]  # seconds: a slow machine compiles for five minutes
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(1200)]  # seconds: a slow machine compiles for minutes
 
 OLD_TRITON = "3.3.1"
 
@@ -62,7 +62,7 @@ def test_every_kernel_is_launched_in_some_case():
 
 
 @pytest.mark.slow
-def test_every_kernel_passes_on_every_architecture(checked):
+def test_the_kernels_of_the_script_pass_on_every_architecture(checked):
     for arch in CHIPS:
         rows = [row for row in checked if row["arch"] == arch]
         precisions = set(recorded.PRECISIONS) if arch in MORE_ON else {"bf16"}
